@@ -8,7 +8,7 @@ eight cards holds. A case is decoding sequences, or one prompt's new tokens behi
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,6 +19,7 @@ from benchmarks.measurement import (
     READ,
     ROUNDING,
     TOKENS,
+    Ceiling,
     Maker,
     Measurement,
     Peer,
@@ -28,6 +29,7 @@ from benchmarks.measurement import (
     unequal,
 )
 from kernels.backend import Backend
+from kernels.fp8 import E4M3, quantise, token_scales
 from kernels.index_logits import index_logits
 from kernels.key_rows import KeyRows, key_rows
 from kernels.mla import MlaPath, mla_absorbed, mla_extend, mla_sparse, plan_extend
@@ -41,12 +43,18 @@ INDEX_HEADS, INDEX_DIM, TOP_K = 64, 128, 2048
 INDEX_ROPE, MAX_POSITIONS, EPS = 64, 8192, 1e-6
 # Of the rows that are compared with a reference, which takes one after the other.
 SOME_ROWS = 16
-# A logit is a sum of 64 products of 128, each rounded to 8 bits before.
+# A logit is a sum of 64 products of 128 of given numbers; tensor cores add products of fp8 up with 14 bits.
 LOGITS_TOLERANCE = 1e-3
+# Of e4m3 codes: an element may be a step off where what is rounded is another by a bit.
+CODES_ROUNDING = 32.0
 
 DECODES = ((1, 65_536), (64, 8_192), (64, 65_536))
 PROMPTS = ((0, 2_048), (14_336, 2_048), (63_488, 2_048))
 HEADS = (128, 16)
+# Values of the setting index_key_dtype.
+KEYS_ARE_FP8 = (False, True)
+# Nothing is measured that bounds products of fp8.
+FP8 = Ceiling("", "TFLOP/s")
 NEW_TOKENS = (64, 2_048)
 
 
@@ -73,6 +81,34 @@ class Case(NamedTuple):
         return KeyRows(*(part[rows] for part in self.rows))
 
 
+class Index(NamedTuple):
+    """An indexer's queries, their heads' weights and pages of keys; fp8 ones have scales."""
+
+    q: torch.Tensor
+    weights: torch.Tensor
+    pages: torch.Tensor
+    scales: torch.Tensor | None
+
+    def logits(
+        self, case: Case, some: torch.Tensor | None = None, backend: Backend = Backend.AUTO, **more: Any
+    ) -> torch.Tensor:
+        """Of all rows, or of some."""
+        rows = (self.q, self.weights) if some is None else (self.q[some], self.weights[some])
+        seen = case.rows if some is None else case.at(some)
+        more = {"scales": self.scales, "backend": backend, **more}
+        return index_logits(*rows, self.pages, case.tables, seen, case.length, **more)
+
+
+def index_of(case: Case, fp8: bool) -> Index:
+    q, pages = random(case.num_tokens, INDEX_HEADS, INDEX_DIM), case.pages(INDEX_DIM)
+    weights = random(case.num_tokens, INDEX_HEADS, dtype=torch.float32)
+    if not fp8:
+        return Index(q, weights, pages, None)
+    of_queries, of_keys = token_scales(q), token_scales(pages)
+    codes = (quantise(rows, scales.unsqueeze(-1)) for rows, scales in ((q, of_queries), (pages, of_keys)))
+    return Index(next(codes), weights * of_queries, next(codes), of_keys)
+
+
 def decoding(sequences: int, length: int) -> Case:
     lengths = torch.full((sequences,), length, dtype=torch.int32, device=DEVICE)
     none = torch.zeros(1, dtype=torch.int32, device=DEVICE)
@@ -90,26 +126,23 @@ def tables(sequences: int, length: int) -> torch.Tensor:
     return torch.randperm(sequences * count, device=DEVICE).int().view(sequences, count)
 
 
-def logits(make: partial[Case]) -> list[Measurement]:
+def logits(fp8: bool, make: partial[Case]) -> list[Measurement]:
     """TFLOP/s of the products."""
     case = make()
-    q = random(case.num_tokens, INDEX_HEADS, INDEX_DIM)
-    weights = random(case.num_tokens, INDEX_HEADS, dtype=torch.float32)
-    pages = case.pages(INDEX_DIM)
+    index = index_of(case, fp8)
     out = torch.full((case.num_tokens, case.length), float("nan"), device=DEVICE)
-    call = partial(index_logits, q, weights, pages, case.tables, case.rows, case.length, out=out)
+    call = partial(index.logits, case, out=out)
 
     def error() -> float:
         call()
         rows, blank = case.some(), torch.zeros(case.length, device=DEVICE)
-        wanted = index_logits(
-            q[rows], weights[rows], pages, case.tables, case.at(rows), case.length, backend=Backend.REFERENCE
-        )
+        wanted = index.logits(case, rows, Backend.REFERENCE)
         seen = torch.arange(case.length, device=DEVICE) < case.rows.num_keys[rows].unsqueeze(1)
         return row_error(torch.where(seen, out[rows], blank), torch.where(seen, wanted, blank))
 
     amount = 2e-12 * int(case.rows.num_keys.sum()) * INDEX_HEADS * INDEX_DIM
-    return [Measurement("index_logits", case.name, amount, call, error, LOGITS_TOLERANCE, ceiling=GEMM)]
+    ceiling = FP8 if fp8 else GEMM
+    return [Measurement("index_logits", named(case.name, fp8), amount, call, error, LOGITS_TOLERANCE, ceiling=ceiling)]
 
 
 def choice(make: partial[Case]) -> list[Measurement]:
@@ -148,29 +181,27 @@ def attention(heads: int, make: partial[Case]) -> list[Measurement]:
     return [Measurement("sparse_latent_attention", name, amount, call, error, OUT_TOLERANCE, ceiling=GEMM)]
 
 
-def layer(heads: int, make: partial[Case]) -> list[Measurement]:
+def layer(heads: int, fp8: bool, make: partial[Case]) -> list[Measurement]:
     """Thousands of tokens per second through logits, choice and attention; the peer is dense attention over everything.
 
     Where all are chosen both give the same; elsewhere the sparse one is held against its parts' references above.
     """
     case = make()
-    index_q = random(case.num_tokens, INDEX_HEADS, INDEX_DIM)
-    weights, keys = random(case.num_tokens, INDEX_HEADS, dtype=torch.float32), case.pages(INDEX_DIM)
+    index = index_of(case, fp8)
     q, pages = random(case.num_tokens, heads, NOPE + ROPE), case.pages(WIDTH)
     kv_b = random(heads * (NOPE + VALUE), LATENT) * LATENT**-0.5
     dense = dense_layer(case, q, pages, kv_b)
 
     def call(k: int = TOP_K) -> torch.Tensor:
-        where = (case.tables, case.rows)
-        made = index_logits(index_q, weights, keys, *where, case.length, least_keys=k)
-        return mla_sparse(q, pages, kv_b, *where, top_k(made, case.rows.num_keys, k))
+        made = index.logits(case, least_keys=k)
+        return mla_sparse(q, pages, kv_b, case.tables, case.rows, top_k(made, case.rows.num_keys, k))
 
     amount = 1e-3 * case.num_tokens
 
     def error() -> float:
         return row_error(call(case.length), dense())
 
-    name, peers = f"{heads} heads {case.name}", (Peer("dense", dense, amount),)
+    name, peers = named(f"{heads} heads {case.name}", fp8), (Peer("dense", dense, amount),)
     return [Measurement("sparse_latent_layer", name, amount, call, error, OUT_TOLERANCE, peers, TOKENS)]
 
 
@@ -186,32 +217,46 @@ def dense_layer(case: Case, q: torch.Tensor, pages: torch.Tensor, kv_b: torch.Te
     return partial(mla_extend, q, pages, kv_b, planned)
 
 
-def append(tokens: int) -> list[Measurement]:
-    """Returns GB/s over the bytes read and written; of queries only the rotated elements count."""
+def named(case: str, fp8: bool) -> str:
+    """Returns the case's name with its setting."""
+    return f"{case}, index_key_dtype fp8_e4m3" if fp8 else case
+
+
+def append(fp8: bool, tokens: int) -> list[Measurement]:
+    """Returns GB/s over the bytes read and written; of queries that do not become fp8 only what is rotated counts."""
     q, k = random(tokens, INDEX_HEADS, INDEX_DIM), random(tokens, INDEX_DIM)
+    weights = random(tokens, INDEX_HEADS, dtype=torch.float32)
     norm, bias = random(INDEX_DIM), random(INDEX_DIM)
     pages, slots = random(-(-tokens // PAGE), PAGE, INDEX_DIM), torch.randperm(tokens, device=DEVICE)
+    pages, scales = (pages.to(E4M3), random(*pages.shape[:2], dtype=torch.float32)) if fp8 else (pages, None)
     positions = torch.randint(0, MAX_POSITIONS, (tokens,), device=DEVICE)
     angles = torch.rand(MAX_POSITIONS, INDEX_ROPE // 2, device=DEVICE) * 6
     table = torch.stack((angles.cos(), angles.sin()), dim=1)
-    options = {"norm": norm, "bias": bias, "eps": EPS}
+    options = {"norm": norm, "bias": bias, "eps": EPS, "scales": scales}
 
     def error() -> float:
-        made = [(q.clone(), torch.zeros_like(pages)) for _ in range(2)]
-        for (turned, filled), backend in zip(made, (Backend.AUTO, Backend.REFERENCE), strict=True):
-            rotate_append_index(turned, k, positions, table, filled, slots, **options, backend=backend)
+        made = []
+        for backend in (Backend.AUTO, Backend.REFERENCE):
+            filled = torch.zeros_like(pages)
+            given = (q.clone(), weights, k, positions, table, filled, slots)
+            queries = rotate_append_index(*given, **options, backend=backend)
+            made.append((queries.q, filled))
         return max(difference(*pair) for pair in zip(*made, strict=True))
 
-    call = partial(rotate_append_index, q, k, positions, table, pages, slots, **options)
-    amount = 4e-9 * tokens * (INDEX_HEADS * INDEX_ROPE + INDEX_DIM)
-    return [Measurement("rotate_append_index", f"{tokens} x {INDEX_HEADS} heads", amount, call, error, ROUNDING)]
+    call = partial(rotate_append_index, q, weights, k, positions, table, pages, slots, **options)
+    read_and_written = 3 * INDEX_DIM if fp8 else 4 * INDEX_ROPE
+    amount = 1e-9 * tokens * (INDEX_HEADS * read_and_written + (3 if fp8 else 4) * INDEX_DIM)
+    name = named(f"{tokens} x {INDEX_HEADS} heads", fp8)
+    return [Measurement("rotate_append_index", name, amount, call, error, CODES_ROUNDING if fp8 else ROUNDING)]
 
 
 CASES = (*(partial(decoding, *sizes) for sizes in DECODES), *(partial(prompt, *sizes) for sizes in PROMPTS))
 AREAS: dict[str, tuple[Maker, ...]] = {
-    "index_logits": tuple(partial(logits, case) for case in CASES),
+    "index_logits": tuple(partial(logits, fp8, case) for fp8 in KEYS_ARE_FP8 for case in CASES),
     "top_k": tuple(partial(choice, case) for case in CASES),
     "sparse_attention": tuple(partial(attention, heads, case) for heads in HEADS for case in CASES),
-    "sparse_layer": tuple(partial(layer, heads, case) for heads in HEADS for case in CASES),
-    "sparse_rows": tuple(partial(append, tokens) for tokens in NEW_TOKENS),
+    "sparse_layer": tuple(
+        partial(layer, heads, fp8, case) for heads in HEADS for fp8 in KEYS_ARE_FP8 for case in CASES
+    ),
+    "sparse_rows": tuple(partial(append, fp8, tokens) for fp8 in KEYS_ARE_FP8 for tokens in NEW_TOKENS),
 }

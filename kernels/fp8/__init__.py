@@ -111,8 +111,13 @@ def token_scales(rows: torch.Tensor) -> torch.Tensor:
 
 
 def quantise(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Returns quantized rows; `scales` broadcasts. Saturates (the bare conversion need not); NaN stays NaN."""
-    return (rows.float() / scales).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
+    """Returns quantized rows; `scales` broadcasts."""
+    return saturate(rows.float() / scales)
+
+
+def saturate(rows: torch.Tensor) -> torch.Tensor:
+    """Returns the e4m3 values next to fp32 ones. The bare conversion need not saturate; NaN stays NaN."""
+    return rows.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
 
 
 def dequantise(quantized: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

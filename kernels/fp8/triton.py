@@ -8,11 +8,17 @@ import triton.language as tl
 
 
 @triton.jit
-def stored_scale(amax, row_ok, scales_ptr, scale_at):
-    """The scale of rows whose largest sizes are amax [n], after storing it at scale_at [n]."""
+def scale_of(amax):
+    """The scale of rows whose largest sizes are amax [n]."""
     E4M3_MAX: tl.constexpr = 448.0
     LEAST_SCALE: tl.constexpr = 1.1754943508222875e-38
-    scale = tl.maximum(tl.div_rn(amax, E4M3_MAX), LEAST_SCALE)
+    return tl.maximum(tl.div_rn(amax, E4M3_MAX), LEAST_SCALE)
+
+
+@triton.jit
+def stored_scale(amax, row_ok, scales_ptr, scale_at):
+    """The scale of rows whose largest sizes are amax [n], after storing it at scale_at [n]."""
+    scale = scale_of(amax)
     tl.store(scales_ptr + scale_at, scale, mask=row_ok)
     return scale
 
@@ -20,9 +26,14 @@ def stored_scale(amax, row_ok, scales_ptr, scale_at):
 @triton.jit
 def quantized(x, scale):
     """Returns e4m3 values of fp32 ones; scale broadcasts."""
+    return saturated(tl.div_rn(x, scale))
+
+
+@triton.jit
+def saturated(x):
+    """Returns the e4m3 values next to fp32 ones."""
     E4M3_MAX: tl.constexpr = 448.0
-    quotient = tl.div_rn(x, scale)
-    return tl.clamp(quotient, -E4M3_MAX, E4M3_MAX, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+    return tl.clamp(x, -E4M3_MAX, E4M3_MAX, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from kernels._checks import KV_DTYPES, check_head_rows, check_rows, check_tensor
 from kernels.attention import check_tensor_core_dtype
 from kernels.backend import Backend, choose_backend
 from kernels.errors import KernelArgumentError
-from kernels.fp8 import check_scaled_rows
+from kernels.fp8 import E4M3, check_scaled_rows
 from kernels.index_logits import cpu, reference
 from kernels.index_logits.call import IndexLogitsCall
 from kernels.index_logits.hopper import is_better_plain, reason_against
@@ -37,10 +37,12 @@ def index_logits(
     """Returns fp32 [num_tokens, max_keys]; what lies behind the keys that a row sees is not written.
 
     q [num_tokens, heads, dim], rows may be slices of wider ones; weights fp32 [num_tokens, heads], factors of the
-    scores included; pages [num_pages, page_tokens, dim] in q's dtype, or fp8 e4m3 with `scales` fp32 [num_pages,
-    page_tokens]; block_tables int32 [num_seqs, any]; max_keys bounds rows.num_keys. A row that sees at most
-    `least_keys` is left out: nobody needs to choose among so few. A logit's bits depend on its query and its key alone
-    on a GPU, on a CPU also on how many keys the query sees.
+    scores included; pages [num_pages, page_tokens, dim] in q's dtype; block_tables int32 [num_seqs, any]; max_keys
+    bounds rows.num_keys. A row that sees at most `least_keys` is left out: nobody needs to choose among so few. A
+    logit's bits depend on its query and its key alone on a GPU, on a CPU also on how many keys the query sees.
+
+    Pages of fp8 e4m3 have `scales` fp32 [num_pages, page_tokens], by which a key's logits are multiplied; q is e4m3
+    too, and its scales, one for each token and head, are factors of the weights (`rotate_append_index` makes both).
     """
     call = IndexLogitsCall(q, weights, pages, block_tables, rows, max_keys, scales, least_keys)
     _check(call)
@@ -55,7 +57,8 @@ def index_logits(
     elif route is not Backend.REFERENCE:
         from kernels.index_logits.triton import launch
 
-        check_tensor_core_dtype(q)
+        if q.dtype is not E4M3:
+            check_tensor_core_dtype(q)
         launch(call, out)
     elif backend is Backend.AUTO and cpu.reason_against(call) is None:
         cpu.index_logits(call, out)
@@ -67,7 +70,7 @@ def index_logits(
 def _check(call: IndexLogitsCall) -> None:
     """Refuses what no implementation can work with."""
     q, pages = call.q, call.pages
-    check_tensor("q", q, (None, None, None), KV_DTYPES, q.device)
+    check_tensor("q", q, (None, None, None), (*KV_DTYPES, E4M3), q.device)
     check_head_rows("q", q)
     tokens, heads, dim = q.shape
     if not (1 <= heads <= MAX_HEADS and 1 <= dim <= MAX_DIM):
@@ -75,6 +78,8 @@ def _check(call: IndexLogitsCall) -> None:
     check_tensor("weights", call.weights, (tokens, heads), (torch.float32,), q.device)
     check_rows("weights", call.weights)
     check_scaled_rows(pages, call.scales, dim, q.dtype, q.device)
+    if q.dtype is not pages.dtype:
+        raise KernelArgumentError(f"q: dtype must be pages' {pages.dtype}, got {q.dtype}")
     check_key_rows(call.rows, tokens, call.block_tables, q.device)
     room = call.block_tables.shape[1] * pages.shape[1]
     if not 0 <= call.max_keys <= room:

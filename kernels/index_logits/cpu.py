@@ -8,13 +8,15 @@ from itertools import groupby
 
 import torch
 
+from kernels.fp8 import E4M3
 from kernels.index_logits.call import IndexLogitsCall
 from kernels.index_logits.reference import check_count, read_keys
 
 
 def reason_against(call: IndexLogitsCall) -> str | None:
     """Returns why the reference has to take the case; None where this does."""
-    return None if call.q.device.type == "cpu" and call.q.dtype is torch.float32 else "queries must be fp32 on a CPU"
+    is_taken = call.q.device.type == "cpu" and call.q.dtype in (torch.float32, E4M3)
+    return None if is_taken else "queries must be fp32 or fp8 on a CPU"
 
 
 def index_logits(call: IndexLogitsCall, out: torch.Tensor) -> None:
@@ -30,5 +32,5 @@ def index_logits(call: IndexLogitsCall, out: torch.Tensor) -> None:
         keys = read_keys(call, sequence, most)
         for token in tokens:
             if (count := counts[token]) > call.least_keys:
-                scores = (keys[:count] @ call.q[token].T).relu_()
+                scores = (keys[:count] @ call.q[token].float().T).relu_()
                 torch.mv(scores, call.weights[token], out=out[token, :count])

@@ -90,7 +90,6 @@ def score_keys(
             ok = key < most
             keys, page = load_keys(pages_ptr, table_ptr, key, ok, stride_page, PAGE, DIM, BLOCK_D)
             if HAS_SCALES:
-                keys = keys.to(tl.float32).to(q_ptr.dtype.element_ty)
                 scale = tl.load(scales_ptr + page * stride_scales_page + key % PAGE, mask=ok, other=0.0)
             # Nothing here depends on a row's count but what is stored, so that queries are loaded ahead.
             for token in tl.range(row, end, num_stages=STAGES):
@@ -150,8 +149,6 @@ def score_span(
             key = start + tl.arange(0, BLOCK_N)
             ok = key < count
             keys, page = load_keys(pages_ptr, table_ptr, key, ok, stride_page, PAGE, DIM, BLOCK_D)
-            if HAS_SCALES:
-                keys = keys.to(tl.float32).to(q_ptr.dtype.element_ty)
             scores = tl.maximum(tl.dot(keys, tl.trans(q)), 0.0)
             logits = tl.sum(scores * weight[None, :], 1)
             if HAS_SCALES:

@@ -4,13 +4,21 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["RotateAppendIndexCall"]
+__all__ = ["IndexQueries", "RotateAppendIndexCall"]
+
+
+class IndexQueries(NamedTuple):
+    """What `index_logits` takes: queries [num_tokens, heads, dim] and fp32 weights [num_tokens, heads]."""
+
+    q: torch.Tensor
+    weights: torch.Tensor
 
 
 class RotateAppendIndexCall(NamedTuple):
-    """An indexer's queries and keys, where they stand and where the keys go."""
+    """An indexer's queries, their heads' weights and keys, where they stand and where the keys go."""
 
     q: torch.Tensor
+    weights: torch.Tensor
     k: torch.Tensor
     positions: torch.Tensor
     cos_sin: torch.Tensor

@@ -46,6 +46,14 @@ def descriptor(dtype: str, box: list[int], element_bits: int = 16) -> str:
     return f"tensordesc<{dtype}{box},{layout!r}>"
 
 
+def flat_descriptor(dtype: str, box: int, element_bits: int = 32) -> str:
+    """The type of a host-made tensor descriptor of one dimension."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    layout = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=element_bits, rank=1)
+    return f"tensordesc<{dtype}[{box}],{layout!r}>"
+
+
 def compile_gluon(
     function: Any,
     constants: Mapping[str, object],

@@ -8,7 +8,7 @@ import pytest
 
 from tests.examples import thorough
 from tests.kernels.conftest import INTERPRETING
-from tests.kernels.gluon_compile import Assembled, compile_gluon, descriptor
+from tests.kernels.gluon_compile import Assembled, compile_gluon, descriptor, flat_descriptor
 from tests.kernels.test_compiles import compile_for_hopper, own_cache
 
 pytest.importorskip("triton")
@@ -37,7 +37,7 @@ def pointer(name: str) -> str:
 
 
 def fp8_pointer(name: str) -> str:
-    return "*fp8e4nv" if name.startswith("pages") else pointer(name)
+    return "*fp8e4nv" if name.startswith(("pages", "q_ptr")) else pointer(name)
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -118,23 +118,30 @@ def assert_fast(built: Assembled) -> None:
         *(thorough(32, tokens) for tokens in (16, 64, 256)),
     ],
 )  # fmt: skip
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("is_tiled", [False, True])
-def test_index_logits_in_gluon(is_tiled: bool, heads: int, page_tokens: int) -> None:
+def test_index_logits_in_gluon(is_tiled: bool, fp8: bool, heads: int, page_tokens: int) -> None:
     from kernels.index_logits.hopper import launch
     from kernels.index_logits.hopper.spans import score_spans
     from kernels.index_logits.hopper.tiles import score_tiles
 
-    constants = {"HEADS": heads, "DIM": 128, "PAGE": page_tokens}
+    dtype, bits, page_tokens = ("fp8e4nv", 8, max(page_tokens, 16)) if fp8 else ("bf16", 16, page_tokens)
+    constants = {"HEADS": heads, "DIM": 128, "PAGE": page_tokens, "HAS_SCALES": fp8}
     if is_tiled:
-        function, keys = score_tiles, launch.TILE_KEYS
-        constants |= {"ROWS": launch.tile_rows(2048, 2048), "STAGES": launch.TILE_STAGES}
+        tile = launch.TILES[bits // 8]
+        function, keys = score_tiles, tile.keys
+        constants |= {name.upper(): value for name, value in tile._asdict().items()}
+        constants |= {"ROWS": launch.tile_rows(2048, 2048)}
     else:
         function, keys = score_spans, launch.SPAN_KEYS
-        constants |= {"SPAN": launch.MOST_SPAN, "STAGES": launch.SPAN_STAGES}
+        constants |= {"SPAN": launch.MOST_SPAN, "STAGES": launch.SPAN_STAGES[bits // 8]}
     kinds = {name: pointer(name) for name in function.arg_names if name.endswith("_ptr")} | {"out_ptr": "*fp32"}
-    kinds |= {"q_desc": descriptor("bf16", [1, heads, 128])}
-    kinds |= {"k_desc": descriptor("bf16", [min(page_tokens, keys), 128])}
-    assert_fast(compile_gluon(function, {**constants, "KEYS": keys}, kinds))
+    kinds |= {"q_desc": descriptor(dtype, [1, heads, 128], bits)}
+    kinds |= {"k_desc": descriptor(dtype, [min(page_tokens, keys), 128], bits)}
+    kinds |= {"weights_desc": flat_descriptor("fp32", heads)} if is_tiled else {}
+    built = compile_gluon(function, {**constants, "KEYS": keys}, kinds)
+    assert_fast(built)
+    assert ("f32.e4m3.e4m3" in built.ptx) == fp8
 
 
 @pytest.mark.parametrize(
@@ -189,11 +196,11 @@ def test_the_fold_of_pieces() -> None:
 
 @pytest.mark.parametrize("fp8", [False, True])
 def test_rotate_append_index(fp8: bool) -> None:
-    from kernels.rotate_append_index.triton import BLOCK_H, rotate_index
+    from kernels.rotate_append_index.triton import BLOCK_H, FP8_BLOCK_H, rotate_index
 
     constants = {
-        "HEADS": 64, "DIM": 128, "HALF": 32, "PAGE": 16, "BLOCK_H": BLOCK_H, "BLOCK_DIM": 128, "BLOCK_HALF": 32,
-        "BLOCK_REST": 64, "HAS_SCALES": fp8,
+        "HEADS": 64, "DIM": 128, "HALF": 32, "PAGE": 16, "BLOCK_H": FP8_BLOCK_H if fp8 else BLOCK_H, "BLOCK_DIM": 128,
+        "BLOCK_HALF": 32, "BLOCK_REST": 64, "HAS_SCALES": fp8,
     }  # fmt: skip
     built = compile_for_hopper(rotate_index, constants, 1, fp8_pointer if fp8 else pointer, enable_fp_fusion=False)
     assert not built.spills

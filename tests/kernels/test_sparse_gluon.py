@@ -10,6 +10,7 @@ import torch
 
 from kernels.backend import Backend, is_hopper
 from kernels.errors import KernelArgumentError
+from kernels.fp8 import E4M3
 from kernels.index_logits import hopper as index_hopper
 from kernels.index_logits import index_logits
 from kernels.index_logits.call import IndexLogitsCall
@@ -25,6 +26,8 @@ from tests.kernels.sparse_inputs import SparseCase, make_sparse, random_rows
 # Decode rows, prompts fresh and behind a cached prefix, one without new tokens; few rows in spans, many in tiles.
 FEW = [(1300, 1), (0, 1), (60, 13), (0, 27), (5000, 4), (40, 0), (2000, 2)]
 MANY = [(1300, 1), (0, 1), (60, 130), (0, 270), (700, 40), (40, 0), (2000, 2)]
+# A prompt behind a prefix, whose tiles end within a block of keys.
+PROMPT = [(5, 1), (0, 1), (515, 1030)]
 INDEX_DIM, WIDTH, LATENT, SCALE = 128, 576, 512, 0.07
 
 
@@ -37,15 +40,17 @@ def hopper() -> None:
 def moved(case: SparseCase) -> SparseCase:
     """The same sequences in other pages."""
     order = torch.randperm(case.pages.shape[0], device=case.pages.device)
-    return replace(case, pages=case.pages[order], block_tables=torch.argsort(order)[case.block_tables.long()].int())
+    scales = None if case.scales is None else case.scales[order]
+    tables = torch.argsort(order)[case.block_tables.long()].int()
+    return replace(case, pages=case.pages[order], scales=scales, block_tables=tables)
 
 
 def index_inputs(case: SparseCase, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries as slices of wider rows, and weights of both signs."""
+    """Queries as slices of wider rows, which begin at a multiple of 16 bytes, and weights of both signs."""
     device, dtype = str(case.pages.device), case.pages.dtype
-    wide = random_rows(case.num_tokens, heads * INDEX_DIM + 8, dtype=dtype, device=device)
+    wide = random_rows(case.num_tokens, heads * INDEX_DIM + 16, dtype=dtype, device=device)
     weights = random_rows(case.num_tokens, heads, dtype=torch.float32, device=device, seed=2)
-    return wide[:, 8:].view(case.num_tokens, heads, INDEX_DIM), weights
+    return wide[:, 16:].view(case.num_tokens, heads, INDEX_DIM), weights
 
 
 def scored(
@@ -59,33 +64,39 @@ def scored(
     q, weights = (part[rows] for part in inputs)
     out = torch.full((q.shape[0], case.max_keys), float("nan"), device=q.device)
     where = (case.pages, case.block_tables, case.rows.part(rows), case.max_keys)
-    return index_logits(q, weights, *where, out=out, backend=backend, **more)
+    return index_logits(q, weights, *where, scales=case.scales, out=out, backend=backend, **more)
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("lengths", [FEW, MANY], ids=["spans", "tiles"])
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("lengths", [FEW, MANY, PROMPT], ids=["spans", "tiles", "prompt"])
 class TestIndexLogits:
     @pytest.mark.parametrize(("heads", "page_tokens"), [(64, 16), (64, 64), (32, 8), (64, 256)])
     def test_logits_are_the_plain_kernels_bit_for_bit(
-        self, lengths: list[tuple[int, int]], heads: int, page_tokens: int
+        self, lengths: list[tuple[int, int]], fp8: bool, heads: int, page_tokens: int
     ) -> None:
         """So the choice of a kernel may depend on the launch's size; logits that no row sees are not written."""
-        case = make_sparse(lengths, INDEX_DIM, num_decode=2, device="cuda", page_tokens=page_tokens)
+        page_tokens = max(page_tokens, 16) if fp8 else page_tokens
+        case = make_sparse(lengths, INDEX_DIM, num_decode=2, device="cuda", page_tokens=page_tokens, fp8=fp8)
         inputs = index_inputs(case, heads)
         for least in (0, 100):
             got = scored(case, inputs, Backend.GLUON, least_keys=least)
             assert_same_bits(got, scored(case, inputs, Backend.TRITON, least_keys=least))
             wanted = scored(case, inputs, Backend.REFERENCE, least_keys=least)
-            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-3, equal_nan=True)
+            # Hopper's tensor cores add products of fp8 up with 14 bits.
+            tolerance = 1e-3 * float(wanted.nan_to_num().max()) if fp8 else 1e-3
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=tolerance, equal_nan=True)
 
-    def test_fp16(self, lengths: list[tuple[int, int]]) -> None:
+    def test_fp16(self, lengths: list[tuple[int, int]], fp8: bool) -> None:
+        if fp8:
+            pytest.skip("queries and keys are fp8, whatever the model's dtype")
         case = make_sparse(lengths, INDEX_DIM, num_decode=2, device="cuda", dtype=torch.float16)
         inputs = index_inputs(case, 64)
         assert_same_bits(scored(case, inputs, Backend.GLUON), scored(case, inputs, Backend.TRITON))
 
-    def test_neither_mates_nor_cuts_nor_pages_change_a_bit(self, lengths: list[tuple[int, int]]) -> None:
-        case = make_sparse(lengths, INDEX_DIM, num_decode=2, device="cuda")
+    def test_neither_mates_nor_cuts_nor_pages_change_a_bit(self, lengths: list[tuple[int, int]], fp8: bool) -> None:
+        case = make_sparse(lengths, INDEX_DIM, num_decode=2, device="cuda", fp8=fp8)
         inputs = index_inputs(case, 64)
         together = scored(case, inputs, Backend.GLUON)
         assert_same_bits(scored(moved(case), inputs, Backend.GLUON), together)
@@ -93,8 +104,8 @@ class TestIndexLogits:
         for rows in (slice(0, 1), slice(2, 3), slice(cut, cut + 20), slice(1, cut), slice(cut, case.num_tokens)):
             assert_same_bits(scored(case, inputs, Backend.GLUON, rows), together[rows])
 
-    def test_a_captured_launch_replays_without_a_wait(self, lengths: list[tuple[int, int]]) -> None:
-        case = make_sparse(lengths, INDEX_DIM, num_decode=2, device="cuda")
+    def test_a_captured_launch_replays_without_a_wait(self, lengths: list[tuple[int, int]], fp8: bool) -> None:
+        case = make_sparse(lengths, INDEX_DIM, num_decode=2, device="cuda", fp8=fp8)
         inputs = index_inputs(case, 64)
         wanted = scored(case, inputs, Backend.GLUON)
         with no_device_waits():
@@ -214,9 +225,10 @@ def index_call(**change: Any) -> IndexLogitsCall:
         ({"heads": 16}, "16 heads of 128"),
         ({"dim": 64}, "64 heads of 64"),
         ({"page_tokens": 4}, "page_tokens 4"),
+        ({"page_tokens": 8, "dtype": E4M3, "scales": torch.zeros(9, 8)}, "page_tokens 8"),
         ({"page_tokens": 24}, "page_tokens 24"),
         ({"dtype": torch.float32}, "torch.float32 queries"),
-        ({"scales": torch.zeros(9, 16)}, "pages"),
+        ({"dtype": E4M3, "scales": torch.zeros(9, 16)}, None),
         ({"gap": 4}, "pages not aligned"),
     ],
 )

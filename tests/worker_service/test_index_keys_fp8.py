@@ -1,4 +1,7 @@
-"""Index keys as fp8 with a scale a token: what is chosen is chosen by what pages hold, cold, hit and fetched alike."""
+"""Index keys as fp8 with a scale a token: what is chosen is chosen by what pages hold, cold, hit and fetched alike.
+
+Queries are rounded with them, with a scale for each head.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
 
 from kernels.fp8 import dequantise, quantise, token_scales
@@ -28,26 +32,43 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return folder, make_reference("deepseek-v32", folder)
 
 
+def rounded(rows: torch.Tensor) -> torch.Tensor:
+    """What e4m3 and a scale for each row make of rows [..., dim]."""
+    scales = token_scales(rows).unsqueeze(-1)
+    return dequantise(quantise(rows, scales), scales, torch.float32)
+
+
 class RoundedKeys(DynamicCache):
     """transformers' cache, whose index keys are what fp8 pages give back."""
 
     def update_indexer(self, keys: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         kept: torch.Tensor = super().update_indexer(keys, *args, **options)
-        scales = token_scales(kept)
-        return dequantise(quantise(kept, scales.unsqueeze(-1)), scales.unsqueeze(-1), torch.float32)
+        return rounded(kept)
+
+
+class RoundedQueries(TorchFunctionMode):
+    """Rounds the queries of transformers' indexer, the left factor of its only product over one key for all heads."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.matmul and args[0].dim() == args[1].dim() == 4 and args[1].shape[1] == 1:
+            args = (rounded(args[0]), args[1])
+        return function(*args, **(kwargs or {}))
 
 
 def whole(bench: Bench) -> torch.Tensor:
     return bench.all_logits(Part(bench.sequence(random_tokens(LENGTH, 1), PAGES), 0, LENGTH))
 
 
-def test_logits_are_those_of_an_indexer_with_rounded_keys(saved: tuple[Path, Any]) -> None:
+def test_logits_are_those_of_an_indexer_with_rounded_keys_and_queries(saved: tuple[Path, Any]) -> None:
     folder, reference = saved
     tokens = torch.tensor([random_tokens(LENGTH, 1)])
     with torch.no_grad():
         exact = reference(tokens, use_cache=False).logits[0]
-        wanted = reference(tokens, past_key_values=RoundedKeys(config=reference.config)).logits[0]
-    assert (wanted - exact).abs().max() > 1e-2, "rounding changes no choice: nothing is tested"
+        keys_only = reference(tokens, past_key_values=RoundedKeys(config=reference.config)).logits[0]
+        with RoundedQueries():
+            wanted = reference(tokens, past_key_values=RoundedKeys(config=reference.config)).logits[0]
+    for other in (exact, keys_only):
+        assert (wanted - other).abs().max() > 1e-2, "rounding changes no choice: nothing is tested"
     got = whole(Bench(folder, index_dtype=E4M3))
     assert (got - wanted).abs().max().item() <= TOLERANCE * max(1.0, wanted.abs().max().item())
 

@@ -14,7 +14,7 @@ from kernels.backend import Backend
 from kernels.index_logits import index_logits
 from kernels.key_rows import KeyRows, key_rows
 from kernels.mla import mla_sparse
-from kernels.rotate_append_index import rotate_append_index
+from kernels.rotate_append_index import IndexQueries, rotate_append_index
 from kernels.rotate_append_latent import rotate_append_latent
 from kernels.top_k import top_k
 from worker_service.gpu.page_pools import LayerPages, PagePools
@@ -87,14 +87,13 @@ class PagedSparse:
             eps=mixer.inner_eps,
             backend=self._backend,
         )
-        if index is not None:
-            self._append(layer, latents, index)
+        queries = None if index is None else self._append(layer, latents, index)
         q = latents.q
         out = q.new_empty((q.shape[0], mixer.num_heads, mixer.value_dim))
         for rows, width in choice_parts(launch):
             part = self._rows.part(rows)
-            if index is not None:
-                self._choose(layer, index, rows, part, width)
+            if queries is not None:
+                self._choose(layer, queries, rows, part, width)
             mla_sparse(
                 q[rows],
                 pages.planes[0],
@@ -108,11 +107,13 @@ class PagedSparse:
             )
         return out
 
-    def _append(self, layer: int, latents: Latents, index: IndexRows) -> None:
+    def _append(self, layer: int, latents: Latents, index: IndexRows) -> IndexQueries:
+        """Puts index keys into their pages; returns the queries to choose by."""
         assert latents.cos_sin is not None
         pages = self._pools.layer_pages(layer)
-        rotate_append_index(
+        return rotate_append_index(
             index.q,
+            index.head_weights,
             index.k,
             latents.positions,
             latents.cos_sin,
@@ -125,12 +126,12 @@ class PagedSparse:
             backend=self._backend,
         )
 
-    def _choose(self, layer: int, index: IndexRows, rows: slice, part: KeyRows, width: int) -> None:
+    def _choose(self, layer: int, queries: IndexQueries, rows: slice, part: KeyRows, width: int) -> None:
         """Fills the choices of these rows."""
         pages = self._pools.layer_pages(layer)
         logits = index_logits(
-            index.q[rows],
-            index.head_weights[rows],
+            queries.q[rows],
+            queries.weights[rows],
             pages.planes[1],
             self._launch.block_tables[pages.group],
             part,

@@ -7,12 +7,14 @@ bits, so which of them runs may follow the launch's size.
 import torch
 
 from kernels.backend import is_hopper
+from kernels.fp8 import E4M3
 from kernels.index_logits.call import IndexLogitsCall
 
 __all__ = ["is_better_plain", "is_tiled", "reason_against", "reason_against_case"]
 
 DIM, HEADS = 128, (32, 64)
-MIN_PAGE_TOKENS = 8
+# By the bytes of an element: a warp's lanes hold the pages of a block of keys, which has 256 of 2 bytes or 384 of 1.
+MIN_PAGE_TOKENS = {2: 8, 1: 16}
 # Least query rows of a launch for the tiled kernel, which keeps a block of keys in registers for a sequence's rows.
 LEAST_TILED_ROWS = 256
 # Of these, launches of fewer logits have too few tiles: 1,024 rows of as many keys take 34 us and with the plain kernel
@@ -41,22 +43,23 @@ def reason_against_case(call: IndexLogitsCall) -> str | None:
     """The same, whatever the device."""
     (_, heads, dim), pages = call.q.shape, call.pages
     page_tokens = pages.shape[1]
-    if call.q.dtype not in (torch.bfloat16, torch.float16):
+    if call.q.dtype not in (torch.bfloat16, torch.float16, E4M3):
         return f"{call.q.dtype} queries"
-    if call.scales is not None:
-        return f"{pages.dtype} pages"
     if dim != DIM or heads not in HEADS:
         return f"{heads} heads of {dim}, not {' or '.join(map(str, HEADS))} of {DIM}"
-    if page_tokens < MIN_PAGE_TOKENS or page_tokens & (page_tokens - 1):
-        return f"page_tokens {page_tokens} is no power of two from {MIN_PAGE_TOKENS} on"
+    least = MIN_PAGE_TOKENS[pages.element_size()]
+    if page_tokens < least or page_tokens & (page_tokens - 1):
+        return f"page_tokens {page_tokens} is no power of two from {least} on"
     return _reason_against_strides(call)
 
 
 def _reason_against_strides(call: IndexLogitsCall) -> str | None:
     """What the copy engine cannot address."""
-    q, pages = call.q, call.pages
-    if q.data_ptr() % 16 or q.stride(0) % 8:
+    q, weights, pages = call.q, call.weights, call.pages
+    if q.data_ptr() % 16 or q.stride(0) * q.element_size() % 16:
         return f"queries not aligned to 16 bytes, strides {q.stride()}"
+    if weights.data_ptr() % 16 or weights.shape[0] * weights.stride(0) >= 2**31:
+        return f"weights not aligned to 16 bytes or of more than 2^31 elements, strides {weights.stride()}"
     if pages.data_ptr() % 16 or pages.stride(0) % DIM:
         return f"pages not aligned to rows of {DIM} elements, strides {pages.stride()}"
     if pages.shape[0] * pages.stride(0) // DIM >= 2**31:

@@ -1,5 +1,7 @@
 """Launches index_logits' Gluon kernels: descriptors of queries and pages, and how a launch is divided."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 from triton.experimental.gluon import language as gl
@@ -11,14 +13,29 @@ from kernels.index_logits.hopper import is_tiled
 from kernels.index_logits.hopper.spans import score_spans
 from kernels.index_logits.hopper.tiles import score_tiles
 
-# Of tiles: keys that a consumer holds in registers, queries on their way.
-TILE_KEYS, TILE_STAGES = 64, 6
+
+class TileShape(NamedTuple):
+    """Consumers of a program, products of each for a row and their keys, rows that follow each other without a gap in
+    the products, and queries on their way."""
+
+    parts: int
+    products: int
+    keys: int
+    chained: int
+    stages: int
+
+
+# By the bytes of an element. Keys of fp8 take half the registers. On an H200, 2,048 rows behind 63,488 keys of fp8: 2.16 ms
+# as here, 2.19 with rows one by one, 2.49 with four in a chain, 2.41 with (2, 2, 64, 4, 12), 2.55 with (4, 1, 64, 1, 12).
+# In bf16 3.42 ms, 3.57 with rows one by one, 3.44 with (2, 2, 64, 4, 8).
+TILES = {2: TileShape(4, 1, 64, 2, 6), 1: TileShape(3, 2, 64, 2, 12)}
 # Rows of an item by the logits of a launch: with few, larger items would be too few to share out. On an H200 items of
-# 8, 16 and 32 rows take 78, 84 and 95 us for 2,048 rows of as many keys, 3,704, 3,613 and 3,566 for 65,536 keys.
+# 8 and 16 rows take 69 and 73 us for 2,048 rows of as many keys in bf16, 3.55 and 3.42 ms for 65,536 keys.
 TILE_ROWS = ((12 << 20, 8), (48 << 20, 16))
 MOST_TILE_ROWS = 32
-# Of spans: keys of a product, blocks on their way, the longest span and how many a program has at least.
-SPAN_KEYS, SPAN_STAGES, MOST_SPAN, LEAST_SPANS = 128, 3, 2048, 4
+# Of spans: keys of a product, blocks on their way by the bytes of an element, the longest span and how many a program
+# has at least.
+SPAN_KEYS, SPAN_STAGES, MOST_SPAN, LEAST_SPANS = 128, {2: 3, 1: 6}, 2048, 4
 SPAN_CONSUMERS = 2
 
 
@@ -29,9 +46,11 @@ def launch(call: IndexLogitsCall, out: torch.Tensor) -> None:
 
 
 def _launch_tiles(call: IndexLogitsCall, out: torch.Tensor) -> None:
+    tile = TILES[call.q.element_size()]
     score_tiles[(num_multiprocessors(call.q.device),)](
-        *_descriptors(call, TILE_KEYS),
-        call.weights,
+        *_descriptors(call, tile.keys),
+        _weights_descriptor(call.weights),
+        call.weights if call.scales is None else call.scales,
         call.block_tables,
         *call.rows,
         out,
@@ -41,8 +60,11 @@ def _launch_tiles(call: IndexLogitsCall, out: torch.Tensor) -> None:
         *_strides(call),
         **_sizes(call),
         ROWS=tile_rows(call.q.shape[0], call.max_keys),
-        KEYS=TILE_KEYS,
-        STAGES=TILE_STAGES,
+        PARTS=tile.parts,
+        PRODUCTS=tile.products,
+        KEYS=tile.keys,
+        CHAINED=tile.chained,
+        STAGES=tile.stages,
         num_warps=4,
     )
 
@@ -59,6 +81,7 @@ def _launch_spans(call: IndexLogitsCall, out: torch.Tensor) -> None:
     score_spans[(min(programs, tokens * spans),)](
         *_descriptors(call, SPAN_KEYS),
         call.weights,
+        call.weights if call.scales is None else call.scales,
         call.block_tables,
         *call.rows,
         out,
@@ -70,7 +93,7 @@ def _launch_spans(call: IndexLogitsCall, out: torch.Tensor) -> None:
         **_sizes(call),
         SPAN=span,
         KEYS=SPAN_KEYS,
-        STAGES=SPAN_STAGES,
+        STAGES=SPAN_STAGES[call.q.element_size()],
         num_warps=4,
     )
 
@@ -89,19 +112,28 @@ def _descriptors(call: IndexLogitsCall, keys: int) -> tuple[TensorDescriptor, Te
     (tokens, heads, dim), page_tokens = q.shape, pages.shape[1]
     rows = (pages.shape[0] - 1) * (pages.stride(0) // dim) + page_tokens
     return (
-        TensorDescriptor(q, [tokens, heads, dim], [q.stride(0), dim, 1], [1, heads, dim], _shared(3)),
-        TensorDescriptor(pages, [rows, dim], [dim, 1], [min(page_tokens, keys), dim], _shared(2)),
+        TensorDescriptor(q, [tokens, heads, dim], [q.stride(0), dim, 1], [1, heads, dim], _shared(q, 3)),
+        TensorDescriptor(pages, [rows, dim], [dim, 1], [min(page_tokens, keys), dim], _shared(q, 2)),
     )
 
 
-def _strides(call: IndexLogitsCall) -> tuple[int, int, int]:
-    """Elements between tokens' weights and between tables; rows between pages."""
-    return call.weights.stride(0), call.block_tables.stride(0), call.pages.stride(0) // call.q.shape[2]
+def _weights_descriptor(weights: torch.Tensor) -> TensorDescriptor:
+    """Boxes of one query's weights, in one dimension."""
+    (tokens, heads), stride = weights.shape, weights.stride(0)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    return TensorDescriptor(weights, [(tokens - 1) * stride + heads], [1], [heads], layout)
+
+
+def _strides(call: IndexLogitsCall) -> tuple[int, int, int, int]:
+    """Elements between tokens' weights, between pages' scales and between tables; rows between pages."""
+    of_scales = 0 if call.scales is None else call.scales.stride(0)
+    return call.weights.stride(0), of_scales, call.block_tables.stride(0), call.pages.stride(0) // call.q.shape[2]
 
 
 def _sizes(call: IndexLogitsCall) -> dict[str, int]:
-    return {"HEADS": call.q.shape[1], "DIM": call.q.shape[2], "PAGE": call.pages.shape[1]}
+    (_, heads, dim), has_scales = call.q.shape, call.scales is not None
+    return {"HEADS": heads, "DIM": dim, "PAGE": call.pages.shape[1], "HAS_SCALES": has_scales}
 
 
-def _shared(rank: int) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
+def _shared(rows: torch.Tensor, rank: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * rows.element_size(), rank=rank)
