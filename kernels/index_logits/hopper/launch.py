@@ -25,9 +25,9 @@ class TileShape(NamedTuple):
     stages: int
 
 
-# By the bytes of an element. Keys of fp8 take half the registers. On an H200, 2,048 rows behind 63,488 keys of fp8: 2.16 ms
-# as here, 2.19 with rows one by one, 2.49 with four in a chain, 2.41 with (2, 2, 64, 4, 12), 2.55 with (4, 1, 64, 1, 12).
-# In bf16 3.42 ms, 3.57 with rows one by one, 3.44 with (2, 2, 64, 4, 8).
+# By the bytes of an element; fp8 keys take half the registers. On an H200, 2,048 rows behind 63,488 fp8 keys take 2.16
+# ms, 2.19 with rows one by one, 2.49 with four in a chain, 2.41 with (2, 2, 64, 4, 12), 2.55 with (4, 1, 64, 1, 12). In
+# bf16 3.42 ms, 3.57 with rows one by one, 3.44 with (2, 2, 64, 4, 8).
 TILES = {2: TileShape(4, 1, 64, 2, 6), 1: TileShape(3, 2, 64, 2, 12)}
 # Rows of an item by the logits of a launch: with few, larger items would be too few to share out. On an H200 items of
 # 8 and 16 rows take 69 and 73 us for 2,048 rows of as many keys in bf16, 3.55 and 3.42 ms for 65,536 keys.
