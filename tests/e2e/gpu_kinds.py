@@ -15,16 +15,19 @@ SPREAD = 0.08
 
 
 class GpuKind(NamedTuple):
-    """A kind, and the tokens of its prompts: more than its sparse attention chooses from at once."""
+    """A kind, the tokens of its prompts, more than its sparse attention chooses from at once, and settings of its
+    workers."""
 
     kind: Kind
     prompt_tokens: int
+    settings: dict[str, str]
 
 
 def _published(name: str, page: int, prompt_tokens: int, **fields: Any) -> GpuKind:
     small = KINDS[name]
     sizes = {"hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN, "max_position_embeddings": 32_768}
-    return GpuKind(Kind(small.family, small.groups, {**small.fields, **sizes, **fields}, SPREAD, page), prompt_tokens)
+    kind = Kind(small.family, small.groups, {**small.fields, **sizes, **fields}, SPREAD, page)
+    return GpuKind(kind, prompt_tokens, {})
 
 
 _LATENTS = {
@@ -63,3 +66,5 @@ GPU_KINDS = {
         "gemma3", 16, 4600, head_dim=256, num_attention_heads=8, num_key_value_heads=4, sliding_window=512
     ),
 }
+# Index keys as the published system stores them, and queries in fp8 with them.
+GPU_KINDS["deepseek-v32-fp8-keys"] = GPU_KINDS["deepseek-v32"]._replace(settings={"index_key_dtype": "fp8_e4m3"})
