@@ -49,7 +49,7 @@ def compressed_attention(
     or with chosen int32 [num_tokens, k] the first min(seen, k) of these. sinks fp32 [heads] take a part of each row's
     weights. A row that sees no key gives 0. Returns [num_tokens, heads, dim].
     """
-    entries = _entries(rows, entry_pages, entry_tables, ratio, chosen)
+    entries = _entries(entry_pages, entry_tables, ratio, chosen)
     call = CompressedCall(q, window_pages, window_tables, rows, sinks, scale, window_tokens, entries)
     _check(call)
     out = checked_out(out, q.shape, q.dtype, q.device, q=q, window_pages=window_pages, entry_pages=entry_pages)
@@ -72,11 +72,7 @@ def compressed_attention(
 
 
 def _entries(
-    rows: KeyRows,
-    pages: torch.Tensor | None,
-    tables: torch.Tensor | None,
-    ratio: int,
-    chosen: torch.Tensor | None,
+    pages: torch.Tensor | None, tables: torch.Tensor | None, ratio: int, chosen: torch.Tensor | None
 ) -> EntryPages | None:
     if (pages is None) != (tables is None) or (pages is None) != (ratio == 0):
         raise KernelArgumentError(f"entry_pages: pages, tables and a ratio come together, the ratio is {ratio}")
@@ -86,7 +82,7 @@ def _entries(
         return None
     if ratio < 0:
         raise KernelArgumentError(f"ratio: must be positive, got {ratio}")
-    return EntryPages(pages, tables, rows.entries(ratio).num_keys, chosen)
+    return EntryPages(pages, tables, ratio, chosen)
 
 
 def _check(call: CompressedCall) -> None:

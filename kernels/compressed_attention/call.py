@@ -10,11 +10,11 @@ __all__ = ["CompressedCall", "EntryPages", "most_keys"]
 
 
 class EntryPages(NamedTuple):
-    """Compressed entries in pages, how many of them each row sees, int32 [num_tokens], and which of these it reads."""
+    """Compressed entries in pages, each of `ratio` tokens, and which of those that it sees a row reads."""
 
     pages: torch.Tensor
     tables: torch.Tensor
-    num_seen: torch.Tensor
+    ratio: int
     chosen: torch.Tensor | None
 
 

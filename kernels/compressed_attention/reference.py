@@ -22,14 +22,14 @@ def compressed_attention(call: CompressedCall, out: torch.Tensor) -> None:
 def keys_of_rows(call: CompressedCall) -> Iterator[tuple[int, torch.Tensor]]:
     """Each query's number and the rows of pages that it reads [n, dim]: its window, then entries."""
     pairs = zip(call.rows.sequences.tolist(), call.rows.num_keys.tolist(), strict=True)
-    seen = [0] * call.q.shape[0] if call.entries is None else call.entries.num_seen.tolist()
     for token, (sequence, count) in enumerate(pairs):
         # Without a key nothing is read, of no sequence.
         positions = torch.arange(max(count - call.window_tokens, 0), count, device=call.q.device)
         keys = positions_in_pages(call.window_pages, call.window_tables[sequence], positions)
-        if call.entries is not None and seen[token]:
-            entries, chosen = torch.arange(seen[token], device=call.q.device), call.entries.chosen
+        seen = 0 if call.entries is None else count // call.entries.ratio
+        if call.entries is not None and seen:
+            entries, chosen = torch.arange(seen, device=call.q.device), call.entries.chosen
             if chosen is not None:
-                entries = chosen[token, : seen[token]].long()
+                entries = chosen[token, :seen].long()
             keys = torch.cat((keys, positions_in_pages(call.entries.pages, call.entries.tables[sequence], entries)))
         yield token, keys

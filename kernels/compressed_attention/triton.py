@@ -37,13 +37,13 @@ INTERPRETED_PROGRAMS = 4
 
 
 @triton.jit
-def listed(num_keys_ptr, num_seen_ptr, token, WINDOW: tl.constexpr, HAS_ENTRIES: tl.constexpr, K: tl.constexpr):
+def listed(num_keys_ptr, token, WINDOW: tl.constexpr, RATIO: tl.constexpr, K: tl.constexpr):
     """Returns how many keys a row sees, how many of them its window has, and how many keys its list has."""
     num_keys = tl.load(num_keys_ptr + token)
     in_window = tl.minimum(num_keys, WINDOW)
     count = in_window
-    if HAS_ENTRIES:
-        seen = tl.load(num_seen_ptr + token)
+    if RATIO:
+        seen = num_keys // RATIO
         count += tl.minimum(seen, K) if K else seen
     return num_keys, in_window, count
 
@@ -58,7 +58,7 @@ def attend_piece(
     tables,
     chosen_ptr,
     scale_log2,
-    HAS_ENTRIES: tl.constexpr,
+    RATIO: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
@@ -87,7 +87,7 @@ def attend_piece(
         place = num_keys - in_window + key
         slot = place % PAGE
         at = table_ptr + place // PAGE
-        if HAS_ENTRIES:
+        if RATIO:
             is_entry = key >= in_window
             entry = key - in_window
             if K:
@@ -97,7 +97,7 @@ def attend_piece(
         page = tl.load(at, mask=ok, other=0).to(tl.int64)
         row_ptr = pages_ptr
         stride = stride_page
-        if HAS_ENTRIES:
+        if RATIO:
             row_ptr = tl.where(is_entry, entry_pages_ptr, pages_ptr)
             stride = tl.where(is_entry, stride_entry_page, stride_page)
         row_ptr += page * stride + slot * D
@@ -137,7 +137,7 @@ def finished(acc, row_max, row_sum, sink):
 # compilation.
 @triton.jit(
     do_not_specialize=["num_items", "max_pieces", "stride_tables_seq", "stride_entry_tables_seq"],
-    do_not_specialize_on_alignment=["sequences_ptr", "num_keys_ptr", "num_seen_ptr"],
+    do_not_specialize_on_alignment=["sequences_ptr", "num_keys_ptr"],
 )
 def attend_compressed(
     q_ptr,
@@ -147,7 +147,6 @@ def attend_compressed(
     entry_tables_ptr,
     sequences_ptr,
     num_keys_ptr,
-    num_seen_ptr,
     chosen_ptr,
     sinks_ptr,
     out_ptr,
@@ -163,7 +162,7 @@ def attend_compressed(
     stride_entry_tables_seq,
     SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
-    HAS_ENTRIES: tl.constexpr,
+    RATIO: tl.constexpr,
     K: tl.constexpr,
     HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -187,7 +186,7 @@ def attend_compressed(
         head = item % TILES * ROWS + row
         live = head < HEADS
         token = tl.zeros([], tl.int64) + item // TILES
-        num_keys, in_window, count = listed(num_keys_ptr, num_seen_ptr, token, WINDOW, HAS_ENTRIES, K)
+        num_keys, in_window, count = listed(num_keys_ptr, token, WINDOW, RATIO, K)
         # A row that sees no key may be of no sequence.
         sequence = tl.maximum(tl.load(sequences_ptr + token), 0).to(tl.int64)
         pages = (pages_ptr, entry_pages_ptr, stride_page, stride_entry_page)
@@ -204,7 +203,7 @@ def attend_compressed(
         for first in tl.range(begin, end, PIECE):
             acc, part_max, part_sum = attend_piece(
                 q, first, tl.minimum(count, first + PIECE), (num_keys, in_window), pages, tables,
-                chosen_ptr + token * K, scale_log2, HAS_ENTRIES, K, D, PAGE, OF_PAGE, BLOCK_N, STAGES,
+                chosen_ptr + token * K, scale_log2, RATIO, K, D, PAGE, OF_PAGE, BLOCK_N, STAGES,
             )  # fmt: skip
             if SPLITS:
                 slot = tl.program_id(0).to(tl.int64) * max_pieces + tl.program_id(1)
@@ -228,10 +227,9 @@ def attend_compressed(
                     tl.store(out_ptr + row_at, out, mask=row_mask(live, D, BLOCK_D))
 
 
-@triton.jit(do_not_specialize=["max_pieces"], do_not_specialize_on_alignment=["num_keys_ptr", "num_seen_ptr"])
+@triton.jit(do_not_specialize=["max_pieces"], do_not_specialize_on_alignment=["num_keys_ptr"])
 def fold_pieces(
     num_keys_ptr,
-    num_seen_ptr,
     sinks_ptr,
     out_ptr,
     acc_ptr,
@@ -239,7 +237,7 @@ def fold_pieces(
     row_sum_ptr,
     max_pieces,
     WINDOW: tl.constexpr,
-    HAS_ENTRIES: tl.constexpr,
+    RATIO: tl.constexpr,
     K: tl.constexpr,
     HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -250,7 +248,7 @@ def fold_pieces(
     TILES: tl.constexpr = (HEADS + ROWS - 1) // ROWS
     head = tl.program_id(0) % HEADS + tl.arange(0, 1)
     token = (tl.program_id(0) // HEADS).to(tl.int64)
-    _, _, count = listed(num_keys_ptr, num_seen_ptr, token, WINDOW, HAS_ENTRIES, K)
+    _, _, count = listed(num_keys_ptr, token, WINDOW, RATIO, K)
     d = tl.arange(0, BLOCK_D)[None, :]
     at = (token * TILES + head // ROWS) * max_pieces * ROWS + head % ROWS
     acc = tl.load(acc_ptr + at[:, None] * BLOCK_D + d)
@@ -278,7 +276,6 @@ def launch(call: CompressedCall, out: torch.Tensor) -> None:
     tokens, heads, _ = q.shape
     chosen = None if entries is None else entries.chosen
     entry_pages, entry_tables = (pages, tables) if entries is None else (entries.pages, entries.tables)
-    num_seen = call.rows.num_keys if entries is None else entries.num_seen
     sizes = constants(call)
     rows, pieces = sizes["ROWS"], triton.cdiv(most_keys(call), PIECE)
     items, programs = tokens * triton.cdiv(heads, rows), num_programs(q.device, rows)
@@ -294,7 +291,6 @@ def launch(call: CompressedCall, out: torch.Tensor) -> None:
             tables,
             entry_tables,
             *call.rows,
-            num_seen,
             tables if chosen is None else chosen,
             call.sinks,
             out,
@@ -315,9 +311,7 @@ def launch(call: CompressedCall, out: torch.Tensor) -> None:
             **sizes,
         )
         if splits:
-            fold_pieces[(tokens * heads,)](
-                call.rows.num_keys, num_seen, call.sinks, out, *partials, pieces, num_warps=1, **sizes
-            )
+            fold_pieces[(tokens * heads,)](call.rows.num_keys, call.sinks, out, *partials, pieces, num_warps=1, **sizes)
 
 
 def constants(call: CompressedCall) -> dict[str, int]:
@@ -325,7 +319,7 @@ def constants(call: CompressedCall) -> dict[str, int]:
     (_, heads, dim), entries = call.q.shape, call.entries
     return {
         "WINDOW": call.window_tokens,
-        "HAS_ENTRIES": entries is not None,
+        "RATIO": 0 if entries is None else entries.ratio,
         "K": 0 if entries is None or entries.chosen is None else entries.chosen.shape[1],
         "HEADS": heads,
         "D": dim,

@@ -21,7 +21,7 @@ SPILLED_BYTES = 576
 # The same, of what lives from one piece of a list to the next: the loop over its tiles spills nothing.
 PIECE_SPILLED_BYTES = 224
 MOST_SHARED_BYTES = 227 << 10
-INTEGERS = ("arrivals", "tables", "entry_tables", "sequences", "num_keys", "num_seen", "chosen")
+INTEGERS = ("arrivals", "tables", "entry_tables", "sequences", "num_keys", "chosen")
 FLOATS = (
     "scores",
     "peaks",
@@ -50,6 +50,11 @@ def pointer(name: str) -> str:
     return "*fp32" if name.startswith(FLOATS) else "*bf16"
 
 
+def ratio_of(of_page: int) -> int:
+    """Tokens of an entry, 0 without entries."""
+    return 128 // of_page if of_page else 0
+
+
 # Tiles of 64 and of 128 heads have the same rows, and K bounds a loop: published models', and 8 heads of a device.
 @pytest.mark.parametrize(
     ("heads", "of_page", "k", "splits"),
@@ -66,7 +71,7 @@ def test_compressed_attention(heads: int, of_page: int, k: int, splits: bool) ->
 
     rows = min(max(heads, 16), MOST_HEADS)
     constants = {
-        "SPLITS": splits, "WINDOW": 128, "HAS_ENTRIES": of_page > 0, "K": k, "HEADS": heads, "D": 512, "PAGE": 128,
+        "SPLITS": splits, "WINDOW": 128, "RATIO": ratio_of(of_page), "K": k, "HEADS": heads, "D": 512, "PAGE": 128,
         "OF_PAGE": of_page or 128, "PIECE": PIECE, "ROWS": rows, "BLOCK_N": BLOCK_N, "BLOCK_D": 512, "STAGES": STAGES,
     }  # fmt: skip
     built = compile_for_hopper(attend_compressed, constants, WARPS, pointer)
@@ -87,7 +92,7 @@ def test_compressed_attention_in_gluon(heads: int, of_page: int, k: int, splits:
     from kernels.compressed_attention.hopper.launch import PIECE, STAGES
 
     constants = {
-        "SPLITS": splits, "PIECE": PIECE, "WINDOW": 128, "HAS_ENTRIES": of_page > 0, "K": k, "HEADS": heads,
+        "SPLITS": splits, "PIECE": PIECE, "WINDOW": 128, "RATIO": ratio_of(of_page), "K": k, "HEADS": heads,
         "PAGE": 128, "OF_PAGE": of_page or 128, "STAGES": STAGES,
     }  # fmt: skip
     kinds = {name: pointer(name) for name in attend_window_and_entries.arg_names if name.endswith("_ptr")}
@@ -97,31 +102,42 @@ def test_compressed_attention_in_gluon(heads: int, of_page: int, k: int, splits:
     assert built.stack_bytes <= PIECE_SPILLED_BYTES and built.shared_bytes <= MOST_SHARED_BYTES
 
 
-@pytest.mark.parametrize(("heads", "of_page", "k"), [(128, 32, 512), (16, 1, 0), thorough(8, 0, 0)])
-@pytest.mark.parametrize("phase", range(4))
-def test_compressed_attention_in_phases(phase: int, heads: int, of_page: int, k: int) -> None:
-    from kernels.compressed_attention.hopper.launch import GROUP, PIECE, TILE
-    from kernels.compressed_attention.hopper.phases import FOLD, SCORES, VALUES, attend_in_phases
+@pytest.mark.parametrize(
+    ("phase", "heads", "of_page", "k", "group"),
+    [
+        ("SCORES", 128, 32, 1024, 16), ("WEIGHTS", 128, 32, 1024, 16), ("VALUES", 128, 32, 1024, 16),
+        ("SCORES", 16, 1, 0, 16), ("VALUES", 16, 1, 0, 16), thorough("WEIGHTS", 16, 1, 0, 16),
+        ("SCORES", 128, 32, 512, 8), ("BOTH", 128, 32, 512, 8), ("BOTH", 16, 1, 0, 16), thorough("BOTH", 8, 0, 0, 8),
+        ("FOLD", 128, 1, 0, 1),
+    ],
+)  # fmt: skip
+def test_compressed_attention_in_phases(phase: str, heads: int, of_page: int, k: int, group: int) -> None:
+    from kernels.compressed_attention.hopper import phases
+    from kernels.compressed_attention.hopper.launch import MOST_SHORT, PIECE
 
-    group = min(heads, GROUP)
+    is_short = phase == "BOTH" or k == 512
     constants = {
-        "PHASE": phase, "PIECE": PIECE, "BLOCK": triton.next_power_of_2(PIECE // TILE), "WINDOW": 128,
-        "HAS_ENTRIES": of_page > 0, "K": k, "HEADS": heads, "PAGE": 128, "OF_PAGE": of_page or 128, "GROUP": group,
-        "ARRIVALS": heads // group * 8,
+        "PHASE": getattr(phases, phase).value, "PIECE": MOST_SHORT if is_short else PIECE, "WINDOW": 128,
+        "RATIO": ratio_of(of_page), "K": k, "HEADS": heads, "PAGE": 128, "OF_PAGE": of_page or 128,
+        "KEYS": 32 if is_short else 64, "GROUP": group, "ARRIVALS": max(heads // group * 8, 32),
     }  # fmt: skip
-    kinds = {name: pointer(name) for name in attend_in_phases.arg_names if name.endswith("_ptr")}
-    warps = 1 if phase == FOLD.value else 4
-    built = compile_gluon(attend_in_phases, constants, {**kinds, "scale_log2": "fp32"}, num_warps=warps)
-    has_products = phase in (SCORES.value, VALUES.value)
+    kinds = {name: pointer(name) for name in phases.attend_in_phases.arg_names if name.endswith("_ptr")}
+    warps = {"BOTH": group // 2, "FOLD": 1}.get(phase, 4)
+    built = compile_gluon(phases.attend_in_phases, constants, {**kinds, "scale_log2": "fp32"}, num_warps=warps)
+    has_products = phase in ("SCORES", "VALUES", "BOTH")
     assert has_products == ("wgmma.mma_async" in built.ptx and "cp.async" in built.ptx) and not built.serialised
     assert not built.spills and built.shared_bytes <= MOST_SHARED_BYTES
+    if phase in ("VALUES", "BOTH"):
+        # Keys are on their way before the launches before have ended, and nothing is written.
+        before = built.ptx.partition("griddepcontrol.wait")[0]
+        assert "cp.async.cg" in before and "st.global" not in before
 
 
 def test_the_fold_of_pieces() -> None:
     from kernels.compressed_attention.triton import PIECE, fold_pieces
 
     constants = {
-        "WINDOW": 128, "HAS_ENTRIES": True, "K": 512, "HEADS": 128, "D": 512, "PIECE": PIECE, "ROWS": 64,
+        "WINDOW": 128, "RATIO": 4, "K": 512, "HEADS": 128, "D": 512, "PIECE": PIECE, "ROWS": 64,
         "BLOCK_D": 512,
     }  # fmt: skip
     assert not compile_for_hopper(fold_pieces, constants, 1, pointer).spills

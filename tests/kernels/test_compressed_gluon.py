@@ -97,14 +97,14 @@ class TestOnHopper:
     @pytest.mark.parametrize("heads", [1, 16, 65, 128])
     @pytest.mark.parametrize(("ratio", "k"), [(4, 512), (1, 2000), (1, 0), (0, 0)])
     def test_launches_of_few_rows_have_the_same_bits(self, ratio: int, k: int, heads: int) -> None:
-        """Lists that end with a tile and within one, of up to three pieces, and these in programs of their own."""
+        """Lists that end with a tile and within one, of up to three pieces, and these in programs of their own; so few
+        rows that programs make weights and values."""
         from kernels.compressed_attention.hopper.launch import attend_few_rows, attend_rows
 
         case = make(heads, ratio=ratio, k=k, window_tokens=128)
         entries = None
         if ratio:
-            seen = case.rows.entries(ratio).num_keys
-            entries = EntryPages(case.entry_pages, case.entry_tables, seen, case.chosen)
+            entries = EntryPages(case.entry_pages, case.entry_tables, ratio, case.chosen)
         call = CompressedCall(
             case.q, case.window_pages, case.window_tables, case.rows, case.sinks, 0.2, 128, entries
         )  # fmt: skip
@@ -115,6 +115,14 @@ class TestOnHopper:
         attend_few_rows(call, outs[3])
         for out in outs[1:]:
             assert_same_bits(out, outs[0])
+        for rows in (slice(0, 1), slice(1, 2), slice(2, 4), slice(7, 11)):
+            chosen = None if case.chosen is None else case.chosen[rows]
+            some = call._replace(
+                q=call.q[rows], rows=case.rows.part(rows), entries=entries and entries._replace(chosen=chosen)
+            )
+            out = torch.full_like(some.q, float("nan"))
+            attend_few_rows(some, out)
+            assert_same_bits(out, outs[0][rows])
 
     def test_a_captured_launch_replays_without_a_wait(self) -> None:
         """Captured over padding, which is of no sequence and sees no key."""
@@ -146,7 +154,7 @@ def call_of(**change: Any) -> CompressedCall:
     q = torch.zeros(2, 7, options["dim"], dtype=options["dtype"])
     rows = KeyRows(*(torch.zeros(2, dtype=torch.int32) for _ in range(2)))
     tables = torch.zeros(1, 4, dtype=torch.int32)
-    entries = EntryPages(paged(4, options["entry_gap"]), tables, rows.num_keys, None)
+    entries = EntryPages(paged(4, options["entry_gap"]), tables, 4, None)
     return CompressedCall(
         q, paged(16, options["gap"]), tables, rows, torch.zeros(7), 1.0, 8, entries if options["has_entries"] else None
     )
@@ -186,3 +194,12 @@ def test_which_kernels_a_launch_takes() -> None:
     assert launch.is_split(4, 8, 132) and launch.is_split(66, 2, 132)
     assert not launch.is_split(67, 2, 132) and not launch.is_split(32, 1, 132)
     assert not launch.is_split(64, 17, 132), "more partial results than there is memory for"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "keys", "wanted"),
+    [(1, 128, 640, 8), (2, 128, 640, 16), (3, 128, 640, None), (1, 128, 704, None), (8, 16, 640, 8), (9, 16, 64, 16)],
+)
+def test_how_many_heads_a_program_weighs_and_attends(tokens: int, heads: int, keys: int, wanted: int | None) -> None:
+    launch = pytest.importorskip("kernels.compressed_attention.hopper.launch")
+    assert launch.heads_of_both(tokens, heads, keys, 132) == wanted

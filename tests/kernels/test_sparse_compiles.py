@@ -187,13 +187,6 @@ def test_sparse_latent_attention_in_gluon(heads: int, page_tokens: int, k: int, 
     assert built.stack_bytes <= PIECE_SPILLED_BYTES and built.shared_bytes <= SHARED_BYTES
 
 
-def test_the_fold_of_pieces() -> None:
-    from kernels.sparse_latent_attention.hopper.fold import fold_pieces
-
-    constants = {"TILES": 2, "PIECES": 2, "PIECE": 1024, "K": 2048, "HEADS": 128}
-    assert not compile_for_hopper(fold_pieces, constants, 1, pointer).spills
-
-
 @pytest.mark.parametrize("fp8", [False, True])
 def test_rotate_append_index(fp8: bool) -> None:
     from kernels.rotate_append_index.triton import BLOCK_H, FP8_BLOCK_H, rotate_index

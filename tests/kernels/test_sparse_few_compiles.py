@@ -22,7 +22,7 @@ INTEGERS = ("tables", "sequences", "num_keys", "chosen", "arrivals")
 SIXTEEN_BITS = ("q", "pages", "weights", "out")
 
 
-def compiled(phase: int, heads: int, group: int = 32) -> Assembled:
+def compiled(phase: int, heads: int, group: int = 32, warps: int = 4) -> Assembled:
     from kernels.sparse_latent_attention.hopper import PIECE
     from kernels.sparse_latent_attention.hopper.few import attend_in_phases
 
@@ -33,7 +33,7 @@ def compiled(phase: int, heads: int, group: int = 32) -> Assembled:
         "PHASE": phase, "PIECE": PIECE, "K": 2048, "HEADS": heads, "PAGE": 64, "GROUP": group, "ARRIVALS": 32,
     }  # fmt: skip
     kinds = {name: kind(name) for name in attend_in_phases.arg_names if name.endswith("_ptr")}
-    built = compile_gluon(attend_in_phases, constants, {**kinds, "scale_log2": "fp32"})
+    built = compile_gluon(attend_in_phases, constants, {**kinds, "scale_log2": "fp32"}, num_warps=warps)
     assert not built.spills and not built.serialised and built.shared_bytes <= SHARED_BYTES
     return built
 
@@ -61,3 +61,9 @@ def test_values(heads: int, group: int) -> None:
     assert "cp.async.cg" in before and "commit_group" not in before and "st.global" not in before
     waits = [int(left) for left in re.findall(r"cp\.async\.wait_group\s+(\d)", behind)]
     assert waits == ([3, 2, 1, 0] if group <= 32 else [1, 1, 1, 0]) and "wgmma.mma_async" in behind
+
+
+def test_the_fold_of_pieces() -> None:
+    """Behind the kernel for many rows; it waits before it reads."""
+    before, _, behind = compiled(3, 128, 1, 1).ptx.partition("griddepcontrol.wait")
+    assert "ld.global" not in before and "st.global" in behind

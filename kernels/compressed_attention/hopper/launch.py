@@ -9,7 +9,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.compressed_attention.call import CompressedCall, most_keys
 from kernels.compressed_attention.hopper.kernel import attend_window_and_entries
-from kernels.compressed_attention.hopper.phases import FOLD, SCORES, VALUES, WEIGHTS, attend_in_phases
+from kernels.compressed_attention.hopper.phases import BOTH, FOLD, SCORES, VALUES, WEIGHTS, attend_in_phases
 from kernels.device import num_multiprocessors
 from kernels.softmax import LOG2_E
 
@@ -27,6 +27,11 @@ PIECE = 1152
 MOST_TILES = 16
 # Partial results of a launch whose pieces are programs of their own: 128 MiB of them.
 MOST_PARTS = 1024
+# Keys of a list up to which the programs that make values make weights too, and heads of these, more where programs
+# would be more than multiprocessors.
+MOST_SHORT = 640
+GROUPS_OF_BOTH = (8, 16)
+PARTS = 8  # of the columns
 # Heads of a program that walks a piece's tiles there. Of 8, 16 and 32 one decoding sequence takes 15.7, 14.4 and 14.5
 # us, four take 23.0, 17.5 and 17.1; with 1,024 entries 32 do not fit in shared memory.
 GROUP, LEAST_GROUP = 16, 8
@@ -77,47 +82,65 @@ def attend_rows(call: CompressedCall, out: torch.Tensor, *, splits: bool) -> Non
         if splits:
             attend_in_phases[(rows,)](
                 q, *keys, call.sinks, out, *[acc] * 5, row_max, acc, row_sum, call.rows.num_keys, 0.0, 0, pieces,
-                *strides, PHASE=FOLD.value, PIECE=PIECE, BLOCK=1, GROUP=1, ARRIVALS=1, num_warps=1, **sizes,
+                *strides, PHASE=FOLD.value, PIECE=PIECE, KEYS=1, GROUP=1, ARRIVALS=1, num_warps=1, launch_pdl=True,
+                **sizes,
             )  # fmt: skip
 
 
 def attend_few_rows(call: CompressedCall, out: torch.Tensor) -> None:
     """The same bits, tiles of keys and groups of heads side by side."""
     q, piece = call.q, least_piece(call)
-    tokens, heads, dim = q.shape
+    tokens, heads, _ = q.shape
     key_tiles, pieces = triton.cdiv(most_keys(call), TILE), triton.cdiv(most_keys(call), piece)
     tiles = triton.cdiv(heads, ROWS) * key_tiles
-    group = min(GROUP, max(triton.next_power_of_2(heads), LEAST_GROUP))
-    parts = triton.cdiv(heads, group) * (dim // TILE)
+    both = heads_of_both(tokens, heads, piece * pieces, num_multiprocessors(q.device))
+    group = both or min(GROUP, max(triton.next_power_of_2(heads), LEAST_GROUP))
+    parts, halves = triton.cdiv(heads, group) * PARTS, 2 if both else 1
 
     def buffer(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty((tokens, *shape), dtype=dtype, device=q.device)
 
-    scores, weights = buffer(tiles, ROWS, TILE), buffer(tiles, ROWS, TILE, dtype=q.dtype)
-    peaks, decays, sums, row_max = (buffer(tiles, ROWS) for _ in range(4))
+    scores, peaks = buffer(tiles, ROWS, TILE), buffer(tiles, halves, ROWS)
+    weights = buffer(0 if both else tiles, ROWS, TILE, dtype=q.dtype)
+    decays, sums, row_max = (buffer(0 if both else tiles, ROWS) for _ in range(3))
     shared = pieces if pieces > 1 else 0
     acc, row_sum = buffer(parts, shared, TILE, group), buffer(parts, shared, group)
     arrivals = buffer(triton.next_power_of_2(parts), dtype=torch.int32)
     keys, strides, sizes = arguments(call)
+    phases = [
+        (SCORES, (tiles * halves, tokens), 4),
+        (WEIGHTS, (tiles, tokens), 4),
+        (VALUES, (parts, tokens, pieces), 4),
+    ]
+    if both:
+        phases[1:] = [(BOTH, (parts, tokens), both // 2)]
     with torch.cuda.device_of(q):
-        for phase, programs in ((SCORES, tiles), (WEIGHTS, tiles), (VALUES, parts * pieces)):
-            attend_in_phases[(tokens * programs,)](
+        for phase, grid, warps in phases:
+            attend_in_phases[grid](
                 q, *keys, call.sinks, out, scores, peaks, weights, decays, sums, row_max, acc, row_sum, arrivals,
-                call.scale * LOG2_E, key_tiles, pieces, *strides, PHASE=phase.value, PIECE=piece,
-                BLOCK=triton.next_power_of_2(piece // TILE), GROUP=group, ARRIVALS=arrivals.shape[1], num_warps=4,
-                launch_pdl=True, **sizes,
+                call.scale * LOG2_E, key_tiles, pieces, *strides, PHASE=phase.value, PIECE=piece, KEYS=TILE // halves,
+                GROUP=group, ARRIVALS=arrivals.shape[1], num_warps=warps, launch_pdl=True, **sizes,
             )  # fmt: skip
 
 
+def heads_of_both(tokens: int, heads: int, keys: int, multiprocessors: int) -> int | None:
+    """Returns how many heads a program has that makes weights and values; None where they are made apart."""
+    if keys > MOST_SHORT:
+        return None
+    some = (group for group in GROUPS_OF_BOTH if tokens * triton.cdiv(heads, group) * PARTS <= multiprocessors)
+    return next(some, None)
+
+
 def least_piece(call: CompressedCall) -> int:
-    """Returns a piece's size, less where no list needs as much: programs have room for it. Tables' width plays no part,
-    or a wider one would mean a compilation."""
-    if call.entries is None:
+    """Returns a piece's size, less where no list needs as much: programs have room for it. Of tables' width it matters
+    only whether lists are short, or a wider one would mean a compilation."""
+    entries = call.entries
+    if entries is None:
         keys = call.window_tokens
-    elif call.entries.chosen is None:
-        return PIECE
+    elif entries.chosen is None:
+        return MOST_SHORT if most_keys(call) <= MOST_SHORT else PIECE
     else:
-        keys = call.window_tokens + call.entries.chosen.shape[1]
+        keys = call.window_tokens + entries.chosen.shape[1]
     return int(min(PIECE, triton.cdiv(keys, TILE) * TILE))
 
 
@@ -133,14 +156,13 @@ def arguments(call: CompressedCall) -> Arguments:
     """Returns what the kernels are told of a call's keys."""
     dim, pages, tables, entries = call.q.shape[2], call.window_pages, call.window_tables, call.entries
     entry_pages, entry_tables = (pages, tables) if entries is None else (entries.pages, entries.tables)
-    num_seen = call.rows.num_keys if entries is None else entries.num_seen
     chosen = None if entries is None else entries.chosen
     return Arguments(
-        (pages, entry_pages, tables, entry_tables, *call.rows, num_seen, tables if chosen is None else chosen),
+        (pages, entry_pages, tables, entry_tables, *call.rows, tables if chosen is None else chosen),
         (pages.stride(0) // dim, entry_pages.stride(0) // dim, tables.stride(0), entry_tables.stride(0)),
         {
             "WINDOW": call.window_tokens,
-            "HAS_ENTRIES": entries is not None,
+            "RATIO": 0 if entries is None else entries.ratio,
             "K": 0 if chosen is None else chosen.shape[1],
             "HEADS": call.q.shape[1],
             "PAGE": pages.shape[1],

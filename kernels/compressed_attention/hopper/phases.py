@@ -1,42 +1,46 @@
-"""The launches of compressed_attention for Hopper around `kernel`: one kernel in four phases.
+"""The launches of compressed_attention for Hopper around `kernel`: one kernel in five phases.
 
 SCORES, WEIGHTS, VALUES    where a launch has few rows, in this order (`kernels.hopper.gathered.few`)
+SCORES, BOTH               where it has few rows with short lists
 FOLD                       behind `kernel`, where each piece of a list had a program of its own
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernels.compressed_attention.hopper.kernel import addresses_of, count_of, list_of, rows_of
+from kernels.compressed_attention.hopper.few_lists import count_in, read_list, rows_in
+from kernels.compressed_attention.hopper.kernel import addresses_of, count_of
+from kernels.hopper.gathered.few.both import weigh_and_attend
 from kernels.hopper.gathered.few.scores import score_tile
 from kernels.hopper.gathered.few.values import attend_columns
 from kernels.hopper.gathered.few.weights import weigh_tile
 from kernels.hopper.gathered.fold import fold_pieces
 
-SCORES, WEIGHTS, VALUES, FOLD = (gl.constexpr(phase) for phase in range(4))
-
-
-@gluon.jit
-def list_from(keys, token, first, row):
-    return list_of(keys, token)
+SCORES, WEIGHTS, VALUES, BOTH, FOLD = (gl.constexpr(phase) for phase in range(5))
 
 
 @gluon.jit
 def work_in(
     q_ptr, keys, scratch, results, scale_log2, key_tiles, pieces,
-    PHASE: gl.constexpr, PIECE: gl.constexpr, BLOCK: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr,
+    PHASE: gl.constexpr, PIECE: gl.constexpr, HEADS: gl.constexpr, KEYS: gl.constexpr, GROUP: gl.constexpr,
     ARRIVALS: gl.constexpr,
 ):  # fmt: skip
     if PHASE == SCORES:
         score_tile(
-            q_ptr, keys, scratch, scale_log2, key_tiles, count_of, list_from, rows_of, addresses_of, HEADS, 0, ARRIVALS
+            q_ptr, keys, scratch, scale_log2, key_tiles, read_list, count_in, rows_in, addresses_of, HEADS, 0, KEYS,
+            ARRIVALS,
         )  # fmt: skip
     elif PHASE == WEIGHTS:
-        weigh_tile(keys, scratch, scale_log2, key_tiles, count_of, PIECE, BLOCK, HEADS)
+        weigh_tile(keys, scratch, scale_log2, key_tiles, count_of, PIECE, HEADS)
     elif PHASE == VALUES:
         attend_columns(
-            keys, scratch, results, key_tiles, pieces, count_of, list_from, rows_of, addresses_of, PIECE, BLOCK, HEADS,
-            GROUP, ARRIVALS,
+            keys, scratch, results, key_tiles, pieces, read_list, count_in, rows_in, addresses_of, PIECE, HEADS, GROUP,
+            ARRIVALS,
+        )  # fmt: skip
+    elif PHASE == BOTH:
+        weigh_and_attend(
+            keys, scratch, results, scale_log2, key_tiles, read_list, count_in, rows_in, addresses_of, PIECE, HEADS,
+            KEYS, GROUP,
         )  # fmt: skip
     else:
         fold_pieces(keys, results, pieces, count_of, PIECE, HEADS)
@@ -45,15 +49,14 @@ def work_in(
 # What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
 @gluon.jit(
     do_not_specialize=["key_tiles", "pieces", "stride_tables_seq", "stride_entry_tables_seq"],
-    do_not_specialize_on_alignment=["sequences_ptr", "num_keys_ptr", "num_seen_ptr"],
+    do_not_specialize_on_alignment=["sequences_ptr", "num_keys_ptr"],
 )
 def attend_in_phases(
-    q_ptr, pages_ptr, entry_pages_ptr, tables_ptr, entry_tables_ptr, sequences_ptr, num_keys_ptr, num_seen_ptr,
-    chosen_ptr, sinks_ptr, out_ptr, scores_ptr, peaks_ptr, weights_ptr, decays_ptr, sums_ptr, row_max_ptr, acc_ptr,
-    row_sum_ptr, arrivals_ptr, scale_log2, key_tiles, pieces, page_rows, entry_page_rows, stride_tables_seq,
-    stride_entry_tables_seq,
-    PHASE: gl.constexpr, PIECE: gl.constexpr, BLOCK: gl.constexpr, WINDOW: gl.constexpr, HAS_ENTRIES: gl.constexpr,
-    K: gl.constexpr, HEADS: gl.constexpr, PAGE: gl.constexpr, OF_PAGE: gl.constexpr, GROUP: gl.constexpr,
+    q_ptr, pages_ptr, entry_pages_ptr, tables_ptr, entry_tables_ptr, sequences_ptr, num_keys_ptr, chosen_ptr, sinks_ptr,
+    out_ptr, scores_ptr, peaks_ptr, weights_ptr, decays_ptr, sums_ptr, row_max_ptr, acc_ptr, row_sum_ptr, arrivals_ptr,
+    scale_log2, key_tiles, pieces, page_rows, entry_page_rows, stride_tables_seq, stride_entry_tables_seq,
+    PHASE: gl.constexpr, PIECE: gl.constexpr, WINDOW: gl.constexpr, RATIO: gl.constexpr, K: gl.constexpr,
+    HEADS: gl.constexpr, PAGE: gl.constexpr, OF_PAGE: gl.constexpr, KEYS: gl.constexpr, GROUP: gl.constexpr,
     ARRIVALS: gl.constexpr,
 ):  # fmt: skip
     work_in(
@@ -62,13 +65,13 @@ def attend_in_phases(
             (sequences_ptr, num_keys_ptr),
             (pages_ptr, tables_ptr, page_rows, stride_tables_seq, WINDOW, PAGE),
             (
-                HAS_ENTRIES, entry_pages_ptr, entry_tables_ptr, entry_page_rows, stride_entry_tables_seq, num_seen_ptr,
-                chosen_ptr, K, OF_PAGE,
+                RATIO, entry_pages_ptr, entry_tables_ptr, entry_page_rows, stride_entry_tables_seq, chosen_ptr, K,
+                OF_PAGE,
             ),
         ),
         (
             scores_ptr, peaks_ptr, weights_ptr, decays_ptr, sums_ptr, row_max_ptr, acc_ptr, row_sum_ptr, arrivals_ptr
         ),
-        (out_ptr, sinks_ptr, acc_ptr, row_max_ptr, row_sum_ptr), scale_log2, key_tiles, pieces, PHASE, PIECE, BLOCK,
-        HEADS, GROUP, ARRIVALS,
+        (out_ptr, sinks_ptr, acc_ptr, row_max_ptr, row_sum_ptr), scale_log2, key_tiles, pieces, PHASE, PIECE, HEADS,
+        KEYS, GROUP, ARRIVALS,
     )  # fmt: skip

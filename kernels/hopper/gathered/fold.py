@@ -4,11 +4,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kernels.hopper.gathered.items import share_of
+from kernels.hopper.launches import wait_for_last_launch
 
 
 @gluon.jit
 def fold_pieces(keys, results, pieces, COUNT: gl.constexpr, PIECE: gl.constexpr, HEADS: gl.constexpr):
     """Called by one warp for a head of a query; its part of a piece lies as `items.part_at` says."""
+    wait_for_last_launch()
     TILES: gl.constexpr = (HEADS + 63) // 64
     L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, 1], [1, 0])
     out_ptr, _, acc_ptr, row_max_ptr, row_sum_ptr = results

@@ -43,15 +43,25 @@ def settle(sums, acc, factors, is_first, is_last, row, dim):
 
 @gluon.jit
 def share_of(results, row_max, row_sum, first_head, row, HEADS: gl.constexpr):
-    """Returns what sums of values of heads `first_head + row` are multiplied by in the end.
+    """Returns what sums of values of heads `first_head + row` are multiplied by in the end."""
+    return share_with(results, sinks_of(results, opaque(first_head) + row, HEADS), row_max, row_sum)
 
-    Where there are sinks, results[1] that is not None, a head's is in the sum of weights, once, and adds no value.
-    """
+
+@gluon.jit
+def sinks_of(results, head, HEADS: gl.constexpr):
+    """Returns the sinks of heads, results[1]; without sinks what is not used."""
+    sink = head
+    if results[1] is not None:
+        sink = gl.load(results[1] + head, mask=head < HEADS, other=0.0)
+    return sink
+
+
+@gluon.jit
+def share_with(results, sink, row_max, row_sum):
+    """The same as `share_of`. Where there are sinks, a head's is in the sum of weights, once, and adds no value."""
     if results[1] is None:
         share = 1.0 / row_sum
     else:
-        head = opaque(first_head) + row
-        sink = gl.load(results[1] + head, mask=head < HEADS, other=0.0)
         blank = gl.zeros_like(sink)
         new_max = gl.maximum(row_max, sink * LOG2_E)
         decay = gl.exp2(row_max - new_max)

@@ -1,4 +1,8 @@
-"""sparse_latent_attention in Gluon for Hopper where rows are few: three phases of one kernel, a launch each."""
+"""The launches of sparse_latent_attention for Hopper around `kernel`: one kernel in four phases.
+
+SCORES, WEIGHTS, VALUES    where a launch has few rows, in this order (`kernels.hopper.gathered.few`)
+FOLD                       behind `kernel`, where each piece of a choice had a program of its own
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -6,33 +10,42 @@ from triton.experimental.gluon import language as gl
 from kernels.hopper.gathered.few.scores import score_tile
 from kernels.hopper.gathered.few.values import attend_columns
 from kernels.hopper.gathered.few.weights import weigh_tile
+from kernels.hopper.gathered.fold import fold_pieces
 from kernels.sparse_latent_attention.hopper.kernel import addresses_of, count_of
+
+SCORES, WEIGHTS, VALUES, FOLD = (gl.constexpr(phase) for phase in range(4))
 
 
 @gluon.jit
-def list_from(keys, token, first, row):
-    """A sequence's block table, and what the token chose: read before it is known how much, one wait for memory less.
+def read_list(keys, token, first, row):
+    """A sequence's block table, how many keys a token sees, and what it chose: read before it is known how much, one
+    wait for memory less.
 
     A token that sees no key may be of no sequence.
     """
-    _, tables_ptr, sequences_ptr, _, chosen_ptr, _, stride_tables_seq, K, _ = keys
+    _, tables_ptr, sequences_ptr, num_keys_ptr, chosen_ptr, _, stride_tables_seq, K, _ = keys
     sequence = gl.maximum(gl.load(sequences_ptr + token), 0)
     from_ptr = chosen_ptr + token.to(gl.int64) * K
-    position = gl.load(from_ptr + gl.minimum(first + row, K - 1))
     return (
         tables_ptr + sequence.to(gl.int64) * stride_tables_seq,
-        position,
+        gl.load(num_keys_ptr + token),
+        gl.load(from_ptr + gl.minimum(first + row, K - 1)),
         gl.load(from_ptr + gl.minimum(first, K - 1)),
     )
 
 
 @gluon.jit
-def rows_from(keys, of_token, first, stop, row):
-    """The rows of the pool that these latents lie in; past the end it is the first one's, and masked."""
-    _, _, _, _, _, page_rows, _, _, PAGE = keys
-    table_ptr, position, first_position = of_token
+def count_in(keys, read):
+    """Returns how many latents the token has chosen."""
+    return gl.minimum(read[1], keys[7])
+
+
+@gluon.jit
+def rows_in(keys, read, first, stop, row):
+    """Returns the rows of the pool that these latents lie in; past the end it is the first one's, and masked."""
+    table_ptr, _, position, first_position = read
     position = gl.where(first + row < stop, position, first_position)
-    return gl.load(table_ptr + position // PAGE) * page_rows + position % PAGE
+    return gl.load(table_ptr + position // keys[8]) * keys[5] + position % keys[8]
 
 
 # What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
@@ -45,22 +58,23 @@ def attend_in_phases(
 ):  # fmt: skip
     KEY_TILES: gl.constexpr = (K + 63) // 64
     PIECES: gl.constexpr = (K + PIECE - 1) // PIECE
-    BLOCK: gl.constexpr = PIECE // 64
     keys = (
         pages_ptr, tables_ptr, sequences_ptr, num_keys_ptr, chosen_ptr, page_rows, stride_tables_seq, K, PAGE,
     )  # fmt: skip
     scratch = (
         scores_ptr, peaks_ptr, weights_ptr, decays_ptr, sums_ptr, tops_ptr, acc_ptr, row_sum_ptr, arrivals_ptr,
     )  # fmt: skip
-    if PHASE == 0:
+    if PHASE == SCORES:
         score_tile(
-            q_ptr, keys, scratch, scale_log2, KEY_TILES, count_of, list_from, rows_from, addresses_of, HEADS, 64,
+            q_ptr, keys, scratch, scale_log2, KEY_TILES, read_list, count_in, rows_in, addresses_of, HEADS, 64, 64,
             ARRIVALS,
         )  # fmt: skip
-    elif PHASE == 1:
-        weigh_tile(keys, scratch, scale_log2, KEY_TILES, count_of, PIECE, BLOCK, HEADS)
-    else:
+    elif PHASE == WEIGHTS:
+        weigh_tile(keys, scratch, scale_log2, KEY_TILES, count_of, PIECE, HEADS)
+    elif PHASE == VALUES:
         attend_columns(
-            keys, scratch, (out_ptr, None), KEY_TILES, PIECES, count_of, list_from, rows_from, addresses_of, PIECE,
-            BLOCK, HEADS, GROUP, ARRIVALS,
+            keys, scratch, (out_ptr, None), KEY_TILES, PIECES, read_list, count_in, rows_in, addresses_of, PIECE, HEADS,
+            GROUP, ARRIVALS,
         )  # fmt: skip
+    else:
+        fold_pieces(keys, (out_ptr, None, acc_ptr, tops_ptr, row_sum_ptr), PIECES, count_of, PIECE, HEADS)

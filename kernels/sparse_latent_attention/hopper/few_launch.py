@@ -7,7 +7,7 @@ from kernels.device import num_multiprocessors
 from kernels.softmax import LOG2_E
 from kernels.sparse_latent_attention.call import SparseLatentCall
 from kernels.sparse_latent_attention.hopper import PIECE
-from kernels.sparse_latent_attention.hopper.few import attend_in_phases
+from kernels.sparse_latent_attention.hopper.few import SCORES, VALUES, WEIGHTS, attend_in_phases
 
 TILE = 64  # heads, chosen latents and value columns of a program
 # Heads of a program of the last launch, at least and as a rule at most. Of 128 heads, 8, 16 and 32 take 22.9, 16.3 and
@@ -39,10 +39,10 @@ def attend_few(call: SparseLatentCall, out: torch.Tensor) -> None:
     acc, row_sum = buffer(parts, pieces, TILE, group), buffer(parts, pieces, group)
     arrivals = buffer(triton.next_power_of_2(parts), dtype=torch.int32)
     with torch.cuda.device_of(q):
-        for phase, programs in enumerate((tiles, tiles, parts * pieces)):
-            attend_in_phases[(tokens * programs,)](
+        for phase, grid in ((SCORES, (tiles, tokens)), (WEIGHTS, (tiles, tokens)), (VALUES, (parts, tokens, pieces))):
+            attend_in_phases[grid](
                 q, pages, call.block_tables, *call.rows, call.chosen, out, scores, peaks, weights, decays, sums, tops,
                 acc, row_sum, arrivals, call.scale * LOG2_E, pages.stride(0) // width, call.block_tables.stride(0),
-                PHASE=phase, PIECE=PIECE, K=k, HEADS=heads, PAGE=pages.shape[1], GROUP=group,
+                PHASE=phase.value, PIECE=PIECE, K=k, HEADS=heads, PAGE=pages.shape[1], GROUP=group,
                 ARRIVALS=arrivals.shape[1], num_warps=4, launch_pdl=True,
             )  # fmt: skip

@@ -9,8 +9,8 @@ from kernels.device import num_multiprocessors
 from kernels.softmax import LOG2_E
 from kernels.sparse_latent_attention.call import SparseLatentCall
 from kernels.sparse_latent_attention.hopper import PIECE, is_few
+from kernels.sparse_latent_attention.hopper.few import FOLD, attend_in_phases
 from kernels.sparse_latent_attention.hopper.few_launch import attend_few
-from kernels.sparse_latent_attention.hopper.fold import fold_pieces
 from kernels.sparse_latent_attention.hopper.kernel import attend_gathered
 
 # Heads of a tile, and tiles of latents on their way.
@@ -64,9 +64,10 @@ def attend(call: SparseLatentCall, out: torch.Tensor, *, splits: bool) -> None:
             num_warps=4,
         )
         if splits:
-            fold_pieces[(tokens * heads,)](
-                call.rows.num_keys, out, acc, row_max, row_sum, TILES=tiles, PIECES=pieces, PIECE=PIECE, K=k,
-                HEADS=heads, num_warps=1,
+            attend_in_phases[(tokens * heads,)](
+                q, pages, call.block_tables, *call.rows, call.chosen, out, *[acc] * 5, row_max, acc, row_sum,
+                call.rows.num_keys, 0.0, 0, 0, PHASE=FOLD.value, PIECE=PIECE, K=k, HEADS=heads, PAGE=pages.shape[1],
+                GROUP=1, ARRIVALS=1, num_warps=1, launch_pdl=True,
             )  # fmt: skip
 
 

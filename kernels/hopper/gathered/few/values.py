@@ -14,8 +14,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.hopper.barriers import thread_barrier
+from kernels.hopper.gathered.few.columns import gather_columns, write_columns
 from kernels.hopper.gathered.few.tiles import tile_slot
-from kernels.hopper.gathered.items import share_of
+from kernels.hopper.gathered.items import share_with, sinks_of
 from kernels.hopper.launches import allow_next_launch, wait_for_last_launch
 
 # Weights arrive in as many batches of tiles: the first products begin before the last weights are there.
@@ -25,17 +26,15 @@ BATCHES = gl.constexpr(4)
 @gluon.jit
 def attend_columns(
     keys, scratch, results, key_tiles, pieces,
-    COUNT: gl.constexpr, LIST: gl.constexpr, ROWS: gl.constexpr, ADDRESSES: gl.constexpr,
-    PIECE: gl.constexpr, BLOCK: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, ARRIVALS: gl.constexpr,
+    READ: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, ADDRESSES: gl.constexpr,
+    PIECE: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, ARRIVALS: gl.constexpr,
 ):  # fmt: skip
-    """Writes 64 columns of GROUP heads; of several pieces the program that comes last folds all, in their order.
-
-    BLOCK is a power of two, at least a piece's tiles.
-    """
+    """Writes 64 columns of GROUP heads; of several pieces the program that comes last folds all, in their order."""
     allow_next_launch()
     _, _, weights_ptr, decays_ptr, sums_ptr, tops_ptr, acc_ptr, row_sum_ptr, arrivals_ptr = scratch
     GROUPS: gl.constexpr = (HEADS + GROUP - 1) // GROUP
     TILES: gl.constexpr = PIECE // 64
+    BLOCK: gl.constexpr = 1 << (TILES - 1).bit_length()
     BATCH: gl.constexpr = (TILES + BATCHES - 1) // BATCHES
     # Of more than 32 heads two batches have room at a time: the next one comes where one was used.
     AHEAD: gl.constexpr = BATCHES if GROUP <= 32 else 2
@@ -46,11 +45,10 @@ def attend_columns(
     FLAT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, GROUP, 16])
     HEAD: gl.constexpr = gl.SliceLayout(0, VALUES)
-    program = gl.program_id(0)
-    piece = program % pieces
-    part = program // pieces % 8
-    group = program // (pieces * 8) % GROUPS
-    token = program // (pieces * 8 * GROUPS)
+    part = gl.program_id(0) % 8
+    group = gl.program_id(0) // 8
+    token = gl.program_id(1)
+    piece = gl.program_id(2)
     head_tile = group * GROUP // 64
     inside = group * GROUP % 64  # the first head in its tile
     begin = piece * PIECE
@@ -60,19 +58,13 @@ def attend_columns(
     decays = gl.allocate_shared_memory(gl.float32, [BLOCK * GROUP], PLAIN)
     parts = gl.allocate_shared_memory(gl.float32, [BLOCK * GROUP], PLAIN)
     at = gl.arange(0, BLOCK * 64, FLAT)
-    stop = COUNT(keys, token)
-    of_token = LIST(keys, token, begin, at)
+    head = gl.arange(0, GROUP, HEAD)
+    read = READ(keys, token, begin, at)
+    sink = sinks_of(results, group * GROUP + head, HEADS)
+    stop = COUNT(keys, read)
     tiles = (gl.minimum(begin + PIECE, stop) - begin + 63) // 64
-    out_tile = results[0] + token.to(gl.int64) * (HEADS * 512) + part * 64
     if tiles > 0:
-        places.store(ROWS(keys, of_token, begin, stop, at))
-        places_of = places._reinterpret(gl.int32, [BLOCK, 64], PLAIN)
-        column = part * 64 + gl.arange(0, 64, gl.SliceLayout(0, L))
-        thread_barrier()
-        for tile in range(tiles):
-            rows = places_of.index(tile).load(gl.SliceLayout(1, L))
-            from_ptr = ADDRESSES(keys, rows)[:, None] + column[None, :]
-            async_copy.async_copy_global_to_shared(values.index(tile), from_ptr)
+        gather_columns(keys, values, places, ROWS(keys, read, begin, stop, at), part, tiles, ADDRESSES, 4)
         wait_for_last_launch()
         slot = tile_slot(token, head_tile, piece * TILES, key_tiles, HEADS)
         row = gl.arange(0, GROUP, gl.SliceLayout(1, L))
@@ -85,6 +77,7 @@ def attend_columns(
         there = factor // GROUP < tiles
         decays.store(gl.load(decays_ptr + factor_at, mask=there, other=0.0, cache_modifier=".cg"))
         parts.store(gl.load(sums_ptr + factor_at, mask=there, other=0.0, cache_modifier=".cg"))
+        top = gl.load(tops_ptr + (slot + tiles - 1) * 64 + inside + head, cache_modifier=".cg")
         decays_of = decays._reinterpret(gl.float32, [BLOCK, GROUP], PLAIN)
         parts_of = parts._reinterpret(gl.float32, [BLOCK, GROUP], PLAIN)
         acc = gl.zeros([64, GROUP], gl.float32, VALUES)
@@ -109,13 +102,11 @@ def attend_columns(
                 thread_barrier()
                 begin_tile = (batch + AHEAD) * BATCH
                 load_weights(weights, from_ptr, begin_tile, gl.minimum(begin_tile + BATCH, tiles), ROOM, TILES)
-        tops = tops_ptr + tile_slot(token, head_tile, 0, key_tiles, HEADS) * 64 + inside
-        head = gl.arange(0, GROUP, HEAD)
         if stop <= PIECE:
-            top = gl.load(tops + (tiles - 1) * 64 + head, cache_modifier=".cg")
-            acc = acc * share_of(results, top, row_sum, group * GROUP, head, HEADS)[None, :]
-            write_columns(out_tile, acc, group * GROUP, HEADS, GROUP)
+            acc = acc * share_with(results, sink, top, row_sum)[None, :]
+            write_columns(results[0], acc, token, part, group, HEADS, GROUP, 4)
         else:
+            tops = tops_ptr + tile_slot(token, head_tile, 0, key_tiles, HEADS) * 64 + inside
             live = (stop + PIECE - 1) // PIECE
             unit = (token * GROUPS + group) * 8 + part
             sums = acc_ptr + unit.to(gl.int64) * pieces * (64 * GROUP)
@@ -127,12 +118,12 @@ def attend_columns(
             if gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == live - 1:
                 thread_barrier()
                 acc, row_sum, top = fold_columns(sums, totals, tops, live, stop, PIECE, GROUP, VALUES)
-                acc = acc * share_of(results, top, row_sum, group * GROUP, head, HEADS)[None, :]
-                write_columns(out_tile, acc, group * GROUP, HEADS, GROUP)
+                acc = acc * share_with(results, sink, top, row_sum)[None, :]
+                write_columns(results[0], acc, token, part, group, HEADS, GROUP, 4)
     elif (stop <= 0) & (piece == 0):
         # Each query has a program that waits, so this launch does not end before the last one has.
         wait_for_last_launch()
-        write_columns(out_tile, gl.zeros([64, GROUP], gl.float32, VALUES), group * GROUP, HEADS, GROUP)
+        write_columns(results[0], gl.zeros([64, GROUP], gl.float32, VALUES), token, part, group, HEADS, GROUP, 4)
 
 
 @gluon.jit
@@ -184,13 +175,3 @@ def fold_columns(sums, totals, tops, live, stop, PIECE: gl.constexpr, GROUP: gl.
         if piece + 1 < live:
             part = gl.load(sums + (piece + 1) * (64 * GROUP) + at, cache_modifier=".cg")
     return acc, row_sum, row_max
-
-
-@gluon.jit
-def write_columns(out_ptr, result, first_head, HEADS: gl.constexpr, GROUP: gl.constexpr):
-    """Writes 64 columns of GROUP heads from first_head on; neighbouring threads write neighbouring columns."""
-    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
-    narrow = gl.convert_layout(result.to(gl.bfloat16), OUT)
-    column = gl.arange(0, 64, gl.SliceLayout(1, OUT))[:, None]
-    head = first_head + gl.arange(0, GROUP, gl.SliceLayout(0, OUT))[None, :]
-    gl.store(out_ptr + head * 512 + column, narrow, mask=(head < HEADS) & (column < 64))

@@ -3,24 +3,26 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernels.hopper.gathered.few.tiles import tile_of, tile_slot
+from kernels.hopper.gathered.few.tiles import heads_and_keys, tile_slot
 from kernels.hopper.launches import allow_next_launch, wait_for_last_launch
 from kernels.softmax.triton import NO_KEYS
 
 
 @gluon.jit
 def weigh_tile(
-    keys, scratch, scale_log2, key_tiles, COUNT: gl.constexpr, PIECE: gl.constexpr, BLOCK: gl.constexpr,
-    HEADS: gl.constexpr,
+    keys, scratch, scale_log2, key_tiles, COUNT: gl.constexpr, PIECE: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
     """Writes weights [64, 64] and for each head their sum, the largest score so far, scaled, and the factor that what
-    earlier tiles of the piece have added up gets. BLOCK is a power of two, at least a piece's tiles."""
+    earlier tiles of the piece have added up gets."""
     allow_next_launch()
     scores_ptr, peaks_ptr, weights_ptr, decays_ptr, sums_ptr, tops_ptr, _, _, _ = scratch
+    # A power of two, at least a piece's tiles.
+    BLOCK: gl.constexpr = 1 << (PIECE // 64 - 1).bit_length()
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     SR: gl.constexpr = gl.SliceLayout(1, SCORES)
     PEAKS: gl.constexpr = gl.BlockedLayout([BLOCK, 1], [1, 32], [1, 4], [0, 1])
-    token, head_tile, key_tile = tile_of(gl.program_id(0), key_tiles, HEADS)
+    token = gl.program_id(1)
+    head_tile, key_tile = heads_and_keys(HEADS)
     stop = COUNT(keys, token)
     slot = tile_slot(token, head_tile, key_tile, key_tiles, HEADS)
     row = gl.arange(0, 64, SR)
