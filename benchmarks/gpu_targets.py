@@ -16,7 +16,7 @@ TARGETS: dict[str, dict[str, float]] = {
     "mla_prefill": {"4 x (4096 + 512)": 520, "4 x (0 + 4096)": 540},
     "mla_decode": {"128 heads B64 L8192": 450, "16 heads B64 L8192": 3900},
     # 60 % of the GEMM ceiling.
-    "index_logits": {"1 x (63488 + 2048)": 470, "B64 L65536": 470},
+    "index_logits": {"1 x (0 + 2048)": 470, "1 x (63488 + 2048)": 470, "B64 L65536": 470},
     "project_latents": {"16384 latents, 128 heads": 600},
     "pack_pages": {"16384 pages of 32768 B": 4050, "4096 pages of 131072 B": 4050},
     "unpack_pages": {"16384 pages of 32768 B": 3950, "4096 pages of 131072 B": 3950},

@@ -239,18 +239,20 @@ def test_which_logits_the_kernels_take(change: dict[str, Any], reason: str | Non
 
 
 @pytest.mark.parametrize(
-    ("rows", "keys", "sequences", "tiled", "plain"),
+    ("rows", "keys", "sequences", "fp8", "tiled", "plain"),
     [
-        (255, 4096, 1, False, False),
-        (300, 4096, 300, False, False),
-        (1024, 1023, 3, True, True),
-        (1024, 1024, 3, True, False),
-        (2048, 16_384, 3, True, False),
+        (255, 4096, 1, False, False, False),
+        (300, 4096, 300, False, False, False),
+        (448, 1023, 3, False, True, True),
+        (448, 1024, 3, False, True, False),
+        (2048, 16_384, 3, False, True, False),
+        (2048, 1023, 3, True, True, True),
+        (2048, 1024, 3, True, True, False),
     ],
 )
-def test_which_kernel_a_launch_takes(rows: int, keys: int, sequences: int, tiled: bool, plain: bool) -> None:
+def test_which_kernel_a_launch_takes(rows: int, keys: int, sequences: int, fp8: bool, tiled: bool, plain: bool) -> None:
     """Prompts go in tiles, short ones to the plain kernel; as many sequences as rows decode."""
-    call = index_call()
+    call = index_call(**({"dtype": E4M3, "scales": torch.zeros(9, 16)} if fp8 else {}))
     call = call._replace(
         q=call.q[:1].expand(rows, -1, -1), block_tables=call.block_tables.expand(sequences, -1), max_keys=keys
     )

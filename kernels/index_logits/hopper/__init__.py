@@ -17,9 +17,10 @@ DIM, HEADS = 128, (32, 64)
 MIN_PAGE_TOKENS = {2: 8, 1: 16}
 # Least query rows of a launch for the tiled kernel, which keeps a block of keys in registers for a sequence's rows.
 LEAST_TILED_ROWS = 256
-# Of these, launches of fewer logits have too few tiles: 1,024 rows of as many keys take 34 us and with the plain kernel
-# 37, 512 rows 18 with either.
-LEAST_TILED_LOGITS = 1 << 20
+# Of these, launches of fewer logits have too few tiles; 700 rows of as many keys take 22 us, with the plain kernel 25.
+# Over fp8 keys blocks of 384 are too wide for short prompts: four of 512 tokens take 34 us, with the plain kernel 24.
+LEAST_TILED_LOGITS = 448 << 10
+LEAST_TILED_FP8_KEYS = 1024
 
 
 def is_tiled(call: IndexLogitsCall) -> bool:
@@ -29,7 +30,9 @@ def is_tiled(call: IndexLogitsCall) -> bool:
 
 def is_better_plain(call: IndexLogitsCall) -> bool:
     """Returns whether the plain kernel is faster for a launch."""
-    return is_tiled(call) and call.q.shape[0] * call.max_keys < LEAST_TILED_LOGITS
+    least_keys = 0 if call.scales is None else LEAST_TILED_FP8_KEYS
+    is_short = call.q.shape[0] * call.max_keys < LEAST_TILED_LOGITS or call.max_keys < least_keys
+    return is_tiled(call) and is_short
 
 
 def reason_against(call: IndexLogitsCall) -> str | None:

@@ -29,10 +29,10 @@ class TileShape(NamedTuple):
 # ms, 2.19 with rows one by one, 2.49 with four in a chain, 2.41 with (2, 2, 64, 4, 12), 2.55 with (4, 1, 64, 1, 12). In
 # bf16 3.42 ms, 3.57 with rows one by one, 3.44 with (2, 2, 64, 4, 8).
 TILES = {2: TileShape(4, 1, 64, 2, 6), 1: TileShape(3, 2, 64, 2, 12)}
-# Rows of an item by the logits of a launch: with few, larger items would be too few to share out. On an H200 items of
-# 8 and 16 rows take 69 and 73 us for 2,048 rows of as many keys in bf16, 3.55 and 3.42 ms for 65,536 keys.
-TILE_ROWS = ((12 << 20, 8), (48 << 20, 16))
-MOST_TILE_ROWS = 32
+# Rows of an item: where a launch has few logits, larger items would be too few to share out. On an H200 items of 8, 16
+# and 32 rows take 70, 74 and 85 us for 2,048 rows of as many keys in bf16, 277, 268 and 263 behind 4,096 keys, 3.55,
+# 3.41 and 3.34 ms behind 63,488; over fp8 keys 54, 61 and 59 us, 209, 205 and 203, 2.37, 2.25 and 2.19 ms.
+FEW_LOGITS, FEW_LOGITS_ROWS, TILE_ROWS = 12 << 20, 8, 32
 # Of spans: keys of a product, blocks on their way by the bytes of an element, the longest span and how many a program
 # has at least.
 SPAN_KEYS, SPAN_STAGES, MOST_SPAN, LEAST_SPANS = 128, {2: 3, 1: 6}, 2048, 4
@@ -71,7 +71,7 @@ def _launch_tiles(call: IndexLogitsCall, out: torch.Tensor) -> None:
 
 def tile_rows(num_rows: int, max_keys: int) -> int:
     """Returns the rows of an item."""
-    return next((rows for logits, rows in TILE_ROWS if num_rows * max_keys < logits), MOST_TILE_ROWS)
+    return FEW_LOGITS_ROWS if num_rows * max_keys < FEW_LOGITS else TILE_ROWS
 
 
 def _launch_spans(call: IndexLogitsCall, out: torch.Tensor) -> None:
