@@ -21,7 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from kernels.hopper.barriers import thread_barrier
 from kernels.hopper.registers import opaque
 from kernels.hopper.work_queue import draw, leave, publish, take
-from kernels.softmax.triton import LN_2, MASKED, NO_KEYS
+from kernels.mla_prefill.hopper.output import RUNS, places, store_output, store_state
+from kernels.softmax.triton import MASKED, NO_KEYS
 
 BLOCK = 128
 
@@ -144,27 +145,6 @@ def _clear_tail(v, live, BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def _places(
-    q_start,
-    q_len,
-    head,
-    first,
-    num_tokens,
-    HEADS: gl.constexpr,
-    ROWS: gl.constexpr,
-    STAT: gl.constexpr,
-    VALUES: gl.constexpr,
-):
-    """Where the statistics and the values of a tile's rows lie, and which rows there are."""
-    query = first + gl.arange(0, ROWS, STAT)
-    out_query = first + gl.arange(0, ROWS, gl.SliceLayout(1, VALUES))
-    dim = gl.arange(0, 128, gl.SliceLayout(0, VALUES))
-    stat_at = head.to(gl.int64) * num_tokens + q_start + query
-    out_at = ((q_start + out_query).to(gl.int64) * HEADS + head) * 128
-    return stat_at, query < q_len, out_at[:, None] + dim[None, :], (out_query < q_len)[:, None]
-
-
-@gluon.jit
 def _consume(
     results,
     scale_log2,
@@ -197,7 +177,7 @@ def _consume(
     while head >= 0:
         query = tile * BLOCK + PART * ROWS + gl.arange(0, ROWS, SR)
         if RESUMES:
-            stat_at, live, out_at, out_live = _places(
+            stat_at, live, out_at, out_live = places(
                 q_start, q_len, head, tile * BLOCK + PART * ROWS, opaque(num_tokens), HEADS, ROWS, SR, VALUES
             )
             row_max = gl.load(row_max_ptr + stat_at, mask=live, other=NO_KEYS)
@@ -264,7 +244,7 @@ def _consume(
         turn += 1
         head, q_start, tile, q_len, k_len, offset, count = take(queue, queue_full, queue_empty, turn)
         # Not kept over the loop, which needs the registers.
-        stat_at, live, out_at, out_live = _places(
+        where = places(
             opaque(done_start),
             done_len,
             opaque(done_head),
@@ -273,18 +253,12 @@ def _consume(
             HEADS,
             ROWS,
             SR,
-            VALUES,
+            VALUES if SUSPENDS else RUNS,
         )
         if SUSPENDS:
-            gl.store(acc_ptr + out_at, acc, mask=out_live)
-            gl.store(row_max_ptr + stat_at, row_max, mask=live)
-            gl.store(row_sum_ptr + stat_at, row_sum, mask=live)
+            store_state(acc_ptr, row_max_ptr, row_sum_ptr, where, row_max, row_sum, acc)
         else:
-            share = gl.convert_layout(gl.where(row_sum == 0.0, 1.0, row_sum), OR)
-            gl.store(out_ptr + out_at, (acc / share[:, None]).to(gl.bfloat16), mask=out_live)
-            if WANTS_LSE:
-                lse = gl.where(row_sum == 0.0, float("-inf"), (row_max + gl.log2(row_sum)) * LN_2)
-                gl.store(lse_ptr + stat_at, lse, mask=live)
+            store_output(out_ptr, lse_ptr, where, row_max, row_sum, acc, VALUES, WANTS_LSE)
 
 
 # What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
