@@ -1,6 +1,6 @@
 """DecodePlan: the buffers of decode steps, and of their splits, which are made on the device.
 
-Into how many splits a step is cut is decided in splits_triton.py.
+Into how many splits a step is cut is decided in plan_triton.py, where in splits_triton.py.
 One plan serves every layer of a step and, as its counters return to zero, every captured graph. Layers with a window
 may have a plan of their own, whose splits divide what the window can touch: one sequence of 65,536 keys with a window
 of 4,096 (32 heads over 8, dim 128) takes 53.5 us with the plan of all keys, and 16.6 with its own (H200).
@@ -18,9 +18,10 @@ __all__ = ["DecodePlan"]
 MAX_COLUMNS = 32
 # Up to this number of (sequence, kv head) pairs, one program of three stages on a multiprocessor beats two of two.
 FEW_PAIRS = 8
-# So it does where pairs are as many as multiprocessors or, as a share, not much fewer: 16 sequences of 33,000 keys and
-# 8 kv heads take 498.1 us instead of 508.6 (H200, 132 multiprocessors).
-FULL_SHARE = 0.9
+# Pairs for each multiprocessor, least and most, where programs claim places (hopper/places.py). 16 sequences of 1 to
+# 8,192 keys and 8 kv heads take 68 to 95 us, where one program a multiprocessor took 73 to 101 (twelve draws, H200).
+# With fewer pairs, steps of one length were up to 5% slower; with more, mixed ones gain nothing.
+PLACED_SHARES = (0.8, 1.35)
 # Fields of a split: sequence, kv head, first leaf within the pair, leaves, the sequence's length, splits of the pair,
 # its first partial less the groups before its origin; and the number of splits, the same for all, so that a program
 # starts with one load.
@@ -31,6 +32,10 @@ MAX_ROUNDS = 4
 # it takes one alone, what a split of a cut pair costs in tiles, and what each split adds to the pair's merge. Fitted to
 # one H200: 132 programs for up to 8 pairs, 264 for more.
 COSTS = {1: (0.8, 1.5, 0.45), 2: (0.52, 0.85, 0.2)}
+# And where programs claim places: the share of the programs that takes all that memory gives, what a split of a cut
+# pair costs in tiles, how much of the time counts for which fewer programs are left, by what share programs without a
+# split make a step longer, if all were, and what each group of the longest cut pair adds to its merge.
+COSTS_AT_ONCE = (0.45, 2.0, 0.9, 0.025, 0.1)
 
 
 class DecodePlan:
@@ -91,9 +96,10 @@ class DecodePlan:
             for width in (self.dim, 1, 1)
         )
         self.splits = torch.empty(max_splits * SPLIT_FIELDS, dtype=torch.int32, device=self.device)
-        # Drawn splits, finished programs, and arrivals of each pair: all return to zero with every launch.
-        counters = torch.zeros(2 + pairs, dtype=torch.int32, device=self.device)
-        self.work, self.arrivals = counters[:2], counters[2:]
+        # What hopper/places.py counts, and arrivals of each pair. All return to what they are here with every launch.
+        counters = torch.zeros(4 + pairs, dtype=torch.int32, device=self.device)
+        self.work, self.arrivals = counters[:4], counters[4:]
+        self.work[3] = -1
 
     def _max_groups(self) -> int:
         """Returns how many groups a pair's planned keys may touch: the newest ones can begin within a group."""
@@ -121,13 +127,17 @@ class DecodePlan:
             leaves_per_group=LEAVES_PER_GROUP,
             planned_tokens=self.planned_tokens,
             costs=COSTS[self.programs_per_multiprocessor(num_seqs)],
+            costs_at_once=COSTS_AT_ONCE if self.is_placed(num_seqs) else None,
         )
 
     def programs_per_multiprocessor(self, num_seqs: int) -> int:
-        """Two, unless one needs the registers or memory of both, there is little to do, or each has one pair."""
-        pairs = num_seqs * self.kv_heads
-        one_each = FULL_SHARE * self.multiprocessors <= pairs <= self.multiprocessors
-        return 1 if pairs <= FEW_PAIRS or one_each or self.dim > 128 or self.rows > 16 else 2
+        """Two, unless one needs the registers or memory of both or there is little to do."""
+        return 1 if num_seqs * self.kv_heads <= FEW_PAIRS or self.dim > 128 or self.rows > 16 else 2
+
+    def is_placed(self, num_seqs: int) -> bool:
+        """Returns whether programs claim places: where two share a multiprocessor, and it has about one pair."""
+        least, most = (share * self.multiprocessors for share in PLACED_SHARES)
+        return self.programs_per_multiprocessor(num_seqs) == 2 and least <= num_seqs * self.kv_heads <= most
 
     def programs(self, num_seqs: int) -> int:
         """Returns the number of programs of a launch over `num_seqs` sequences."""

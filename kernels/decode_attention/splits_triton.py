@@ -6,7 +6,7 @@ each sequence, from its origin on: the leaf in which they begin. What is said of
 A pair is one sequence and one kv head; its keys are tiles of TILE, its tiles leaves of PER_LEAF. A split is a whole
 pair, or one of the equal runs of leaves into which a pair is cut. How many splits a sequence's pairs have follows from
 one number for the batch: the tiles that a split may hold. Several are tried, and the one taken whose step a model of
-the card says is the shortest. Programs draw splits, the longest first, until there are none.
+the card says is the shortest (plan_triton.py). Programs draw splits, the longest first, until there are none.
 
     tiles of a pair     | 33            | 9   | 70                                |      here with up to 35 a split
     splits              | 0             | 1   | 2                | 3              |
@@ -14,15 +14,13 @@ the card says is the shortest. Programs draw splits, the longest first, until th
 Where programs draw many whole pairs of about one length, the last ones drawn are cut into small splits: without them
 some programs have a pair more than others. 256 sequences of 33,000 keys and 8 kv heads, 7.8 pairs for each of 264
 programs, take 7,542 us instead of 7,644 (H200); 64 sequences, 1.9 pairs, would take 511 for 492 at 8,193 keys.
-
-The model: memory serves all programs alike, so a round of one split for each takes as long as their tiles together;
-but a program that is left alone needs `least` of its time in company. A split of a pair that is cut takes a program as
-long as `cut_tiles` more, and a pair's merge, at the end, as long as `merge_tiles` for each of its splits.
 """
 
 import torch
 import triton
 import triton.language as tl
+
+from kernels.decode_attention.plan_triton import split_limit, splits_of
 
 BLOCK_ELEMENTS = 8192
 # From this number of pairs for each program on, one in TAIL_SHARE is cut into TAIL_SPLITS.
@@ -43,15 +41,6 @@ def pair_of(length, PLANNED: tl.constexpr, TILE: tl.constexpr, PER_LEAF: tl.cons
         before = tl.maximum(length - PLANNED, 0) // TILE
     origin = before // PER_LEAF
     return origin, all_tiles - origin * PER_LEAF, tl.cdiv(all_tiles - before, PER_LEAF)
-
-
-@triton.jit
-def splits_of(tiles, most, limit, PER_LEAF: tl.constexpr):
-    """Returns how many splits a pair is cut into for about `limit` tiles each, a leaf or more; `most` at most.
-
-    Less than half a leaf above it is no reason for one split more.
-    """
-    return tl.minimum(tl.cdiv(tl.maximum(tiles - (PER_LEAF // 2 - 1), 1), limit), most)
 
 
 @triton.jit
@@ -78,57 +67,6 @@ def count_sizes(size, splits, sizes, PER_LEAF: tl.constexpr):
     larger = tl.where(small + PER_LEAF > size, more, 0) + tl.where(small > size, less, 0) + (last > size).to(tl.int32)
     equal = tl.where(small + PER_LEAF == size, more, 0) + tl.where(small == size, less, 0) + (last == size).to(tl.int32)
     return tl.where(splits > 0, larger, 0), tl.where(splits > 0, equal, 0)
-
-
-@triton.jit
-def limits_to_try(tiles, busy, programs, HEADS, PER_LEAF: tl.constexpr):
-    """Returns 16 limits to choose from, of PER_LEAF tiles or more.
-
-    Two are of a leaf (the first makes a split of any rest of one), some cut the longest pair into equal splits, and
-    some lie around a program's share of all tiles.
-    """
-    number = tl.arange(0, 16)
-    longest = tl.max(tiles, 0)
-    pairs = tl.maximum(tl.sum(busy.to(tl.int32), 0) * HEADS, 1)
-    share = tl.sum(tl.where(busy, tiles, 0).to(tl.float32), 0) * HEADS / programs
-    equal = tl.where(number < 9, number - 1, tl.maximum(programs // pairs, 1) * (number - 8))
-    rounds = tl.exp2((number - 12).to(tl.float32) * 0.5)
-    limits = tl.where(number < 11, tl.cdiv(longest, tl.maximum(equal, 1)), tl.ceil(share / rounds).to(tl.int32))
-    return tl.where(number > 1, tl.maximum(limits, PER_LEAF), PER_LEAF - 1 + number)
-
-
-@triton.jit
-def estimates(tiles, most_splits, busy, limits, programs, most, costs, HEADS, PER_LEAF: tl.constexpr):
-    """Returns how long a step with each limit takes, in tiles of a program among all others; too many splits never."""
-    least, cut_tiles, merge_tiles = costs
-    splits = tl.where(busy[None, :], splits_of(tiles[None, :], most_splits[None, :], limits[:, None], PER_LEAF), 0)
-    total = tl.sum(tl.where(busy, tiles, 0).to(tl.float32), 0) * HEADS
-    # Cuts lie at leaves: what equal splits leave over is one more leaf for some, or the last leaf's rest.
-    even = tiles[None, :] // tl.maximum(splits * PER_LEAF, 1) * PER_LEAF
-    longest = even + tl.minimum(tiles[None, :] - splits * even, PER_LEAF)
-    largest = tl.max(tl.where(busy[None, :], longest, 0), 1).to(tl.float32)
-    num_splits = tl.sum(splits.to(tl.float32), 1) * HEADS
-    cut = tl.sum(tl.where(splits > 1, splits, 0).to(tl.float32), 1) * HEADS
-    mean = total / tl.maximum(num_splits, 1.0)
-    full_rounds = tl.floor(num_splits / programs)
-    rest = num_splits / programs - full_rounds
-    # What is drawn last is not spread evenly over the multiprocessors, as first splits are.
-    rounds = full_rounds + tl.where(
-        rest > 0.0, tl.maximum(tl.where(full_rounds > 0, 0.3 + 0.7 * rest, rest), least), 0.0
-    )
-    merged = tl.max(tl.where(splits > 1, splits, 0), 1).to(tl.float32)
-    # The longest come first: the more splits a program draws, the less it matters how long one is.
-    uneven = least * (largest - mean) / tl.maximum(num_splits / programs, 1.0)
-    cost = mean * rounds + uneven + cut_tiles * cut / programs + merge_tiles * merged
-    return tl.where(num_splits <= most, cost, float("inf"))
-
-
-@triton.jit
-def split_limit(tiles, most_splits, busy, programs, most, costs, HEADS, PER_LEAF: tl.constexpr):
-    """Returns the tiles that a split may hold: those of the shortest step, the longest pair's where none may be cut."""
-    limits = limits_to_try(tiles, busy, programs, HEADS, PER_LEAF)
-    cost = estimates(tiles, most_splits, busy, limits, programs, most, costs, HEADS, PER_LEAF)
-    return tl.max(tl.where(cost == tl.min(cost, 0), limits, 1), 0)
 
 
 @triton.jit
@@ -174,6 +112,11 @@ def plan_splits(
     least,
     cut_tiles,
     merge_tiles,
+    least_at_once,
+    cut_at_once,
+    uneven,
+    idle,
+    fold_tiles,
     HEADS: tl.constexpr,
     TILE: tl.constexpr,
     PER_LEAF: tl.constexpr,
@@ -186,6 +129,7 @@ def plan_splits(
     TAIL_SHARE: tl.constexpr,
     TAIL_SPLITS: tl.constexpr,
     TAIL_LEAVES: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
     """Every program of the plan sums over all sequences and writes its own slice of the splits."""
     place = tl.arange(0, BLOCK_SEQS)
@@ -195,7 +139,10 @@ def plan_splits(
     empty = num_seqs - tl.sum((length > 0).to(tl.int32), 0)
     most = max_splits - empty * HEADS
     costs = (least, cut_tiles, merge_tiles)
-    limit = split_limit(tiles, most_splits, length > 0, programs, most, costs, HEADS, PER_LEAF)
+    costs_at_once = (least_at_once, cut_at_once, uneven, idle, fold_tiles)
+    limit = split_limit(
+        tiles, most_splits, length > 0, programs, most, costs, costs_at_once, HEADS, PER_LEAF, LEAVES_PER_GROUP, AT_ONCE
+    )
     # Sequences of the longest splits first, for with_tail. Beyond what a sort has bits for they count as equal.
     average = tl.cdiv(tiles, splits_of(tiles, most_splits, limit, PER_LEAF))
     average_tiles = tl.where(real, tl.minimum(average, 1 << 18), 0)
@@ -254,6 +201,11 @@ def plan_splits(
     tl.store(at + 7, total + tl.zeros_like(split), mask=ok)
 
 
+def num_warps(block_seqs: int, at_once: bool) -> int:
+    """Returns the warps of a program of the plan, so that it spills nothing."""
+    return 4 if block_seqs <= (64 if at_once else 256) else 8
+
+
 def launch(
     seqlens_k: torch.Tensor,
     splits: torch.Tensor,
@@ -265,11 +217,13 @@ def launch(
     leaves_per_group: int,
     costs: tuple[float, float, float],
     planned_tokens: int = 0,
+    costs_at_once: tuple[float, ...] | None = None,
 ) -> None:
     """Launches over at least one sequence; `splits` [max_splits, fields] int32 has the room.
 
-    `costs` are the model's least, cut_tiles and merge_tiles. planned_tokens of a sequence's newest keys are
-    divided (0: all).
+    `costs` are the model's least, cut_tiles and merge_tiles. `costs_at_once` are its least, cut_tiles, uneven, idle and
+    fold_tiles where each split has a program (None: as with fewer programs). planned_tokens of a sequence's newest keys
+    are divided (0: all).
     """
     num_seqs, max_splits = seqlens_k.shape[0], splits.shape[0]
     block_seqs = max(16, triton.next_power_of_2(num_seqs))
@@ -282,6 +236,7 @@ def launch(
             programs,
             max_splits,
             *costs,
+            *(costs_at_once or (0.0,) * 5),
             HEADS=kv_heads,
             TILE=tile,
             PER_LEAF=leaf // tile,
@@ -294,5 +249,6 @@ def launch(
             TAIL_SHARE=TAIL_SHARE,
             TAIL_SPLITS=TAIL_SPLITS,
             TAIL_LEAVES=TAIL_LEAVES,
-            num_warps=4 if block_seqs <= 256 else 8,
+            AT_ONCE=costs_at_once is not None,
+            num_warps=num_warps(block_seqs, costs_at_once is not None),
         )

@@ -20,11 +20,13 @@ def draw(counters_ptr, programs):
 
 @gluon.jit
 def leave(counters_ptr, programs):
-    """Counts this program as done; the last one sets the counters to 0 for the next launch."""
+    """Counts this program as done; the last one sets the counters to 0 for the next launch. Returns whether it did."""
     done = gl.atomic_add(counters_ptr + 1, 1, sem="acq_rel", scope="gpu")
-    if done == programs - 1:
+    is_last = done == programs - 1
+    if is_last:
         gl.store(counters_ptr, 0)
         gl.store(counters_ptr + 1, 0)
+    return is_last
 
 
 @gluon.jit

@@ -30,7 +30,7 @@ class Case(dict[str, object]):
         given: dict[str, object] = {
             "HEADS": 8, "GQA_GROUP": 4, "TOKENS": 1, "HAS_SPANS": False, "D": 128, "PAGE": 16, "BY_HEAD": False,
             "TILE": 64, "LEAF": 512, "LEAVES_PER_GROUP": 4, "WINDOW": 0, "PLANNED": None, "SOFTCAP": False,
-            "HAS_SINKS": False, "HAS_SCALES": False, "WANTS_LSE": False,
+            "HAS_SINKS": False, "HAS_SCALES": False, "WANTS_LSE": False, "PLACED": False,
         }  # fmt: skip
         given |= changed
         # More tokens than one are never launched without spans.
@@ -70,6 +70,9 @@ CASES = {
     "options, a plan of all keys": Case(PLANNED=0, **OPTIONS),
     "fp8": Case(HAS_SCALES=True),
     "spans": Case(HAS_SPANS=True),
+    "places": Case(PLACED=True),
+    "places, spans, options": Case(PLACED=True, HAS_SPANS=True, **OPTIONS),
+    "places, fp8": Case(PLACED=True, HAS_SCALES=True),
     "spans, options": Case(HAS_SPANS=True, **OPTIONS),
     "spans, fp8, options": Case(HAS_SPANS=True, HAS_SCALES=True, **OPTIONS),
     "dim 256, spans": Case(programs=1, HAS_SPANS=True, D=256),
@@ -98,7 +101,7 @@ CASES = {
 
 # Published models' heads, fp8, and one case of each form: many tokens, pages by head, an odd group.
 USUAL = (
-    "plain", "options", "fp8", "dim 64, 16 heads", "8 tokens, fp8, options", "dim 256, spans",
+    "plain", "places", "options", "fp8", "dim 64, 16 heads", "8 tokens, fp8, options", "dim 256, spans",
     "dim 256, 5 tokens of 3 heads, fp8, options",
 )  # fmt: skip
 
@@ -118,15 +121,18 @@ def test_it_spills_nothing_and_fits(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("sequences", "planned"),
-    [(1024, 1000), thorough(256, 0), thorough(16, 0), thorough(16, 1000), thorough(256, 1000), thorough(1024, 0)],
+    [(1024, 1000), (256, 0), thorough(16, 0), thorough(16, 1000), thorough(64, 0), thorough(1024, 0)],
 )
-def test_the_plan_spills_nothing(sequences: int, planned: int) -> None:
-    from kernels.decode_attention.splits_triton import BLOCK_ELEMENTS, plan_splits
+@pytest.mark.parametrize("at_once", [False, True])
+def test_the_plan_spills_nothing(sequences: int, planned: int, at_once: bool) -> None:
+    if at_once and sequences > 256:
+        pytest.skip("so many sequences have more pairs than programs")
+    from kernels.decode_attention.splits_triton import BLOCK_ELEMENTS, num_warps, plan_splits
     from tests.kernels.test_compiles import compile_for_hopper as compile_plain
 
     tree = {"TILE": 64, "PER_LEAF": 8, "LEAVES_PER_GROUP": 4, "SPLIT_FIELDS": 8}
-    tree |= {"TAIL_ROUNDS": 7, "TAIL_SHARE": 8, "TAIL_SPLITS": 4, "TAIL_LEAVES": 16}
+    tree |= {"TAIL_ROUNDS": 7, "TAIL_SHARE": 8, "TAIL_SPLITS": 4, "TAIL_LEAVES": 16, "AT_ONCE": at_once}
     blocks = {"BLOCK_SEQS": sequences, "BLOCK_SPLITS": min(64, BLOCK_ELEMENTS // sequences)}
     constants: dict[str, object] = {"HEADS": 8, "PLANNED": planned, **tree, **blocks}
-    built = compile_plain(plan_splits, constants, 4 if sequences <= 256 else 8, lambda name: "*i32")
+    built = compile_plain(plan_splits, constants, num_warps(sequences, at_once), lambda name: "*i32")
     assert built.stack_bytes == 0 and not built.spills

@@ -138,6 +138,7 @@ def test_programs_and_chunks_change_no_bit(programs: int, window: int, monkeypat
     wanted = run(case)
     monkeypatch.setattr(DecodePlan, "programs", lambda self, num_seqs: programs)
     # As the model has it; cuts that are dear, cost nothing, are worth something: from few splits to one for each leaf.
+    monkeypatch.setattr(plan_buffers, "COSTS_AT_ONCE", None)
     for costs in (plan_buffers.COSTS[2], (0.5, 50.0, 5.0), (1.0, 0.0, 0.0), (0.5, -5.0, 0.0)):
         monkeypatch.setattr(plan_buffers, "COSTS", dict.fromkeys(plan_buffers.COSTS, costs))
         for got, right in zip(run(case), wanted, strict=True):
@@ -154,8 +155,8 @@ def test_cuts_change_no_bit(splits: int, window: int, monkeypatch: pytest.Monkey
 
     def cut(*args: object, **options: object) -> None:
         """Plans with costs that make cuts free, so that pairs are cut into as many splits as there are programs."""
-        programs = splits * 3 * 2
-        launch(*args, **{**options, "programs": programs, "costs": (1.0, 0.0, 0.0)})  # type: ignore[arg-type]
+        free = {"programs": splits * 3 * 2, "costs": (1.0, 0.0, 0.0), "costs_at_once": None}
+        launch(*args, **{**options, **free})  # type: ignore[arg-type]
 
     monkeypatch.setattr(splits_triton, "launch", cut)
     for got, right in zip(run(case), wanted, strict=True):
@@ -241,7 +242,8 @@ def test_cuts_of_a_window_change_no_bit(splits: int, window: int, monkeypatch: p
     launch = splits_triton.launch
 
     def cut(*args: object, **options: object) -> None:
-        launch(*args, **{**options, "programs": splits * 3 * 2, "costs": (1.0, 0.0, 0.0)})  # type: ignore[arg-type]
+        free = {"programs": splits * 3 * 2, "costs": (1.0, 0.0, 0.0), "costs_at_once": None}
+        launch(*args, **{**options, **free})  # type: ignore[arg-type]
 
     monkeypatch.setattr(splits_triton, "launch", cut)
     for got, right in zip(run(case, plan=planned(case, window)), wanted, strict=True):

@@ -9,7 +9,7 @@ import torch
 
 from kernels.backend import Backend
 from kernels.decode_attention import DecodePlan, decode_attention
-from kernels.decode_attention.plan_buffers import COSTS, MAX_ROUNDS, SPLIT_FIELDS
+from kernels.decode_attention.plan_buffers import COSTS, COSTS_AT_ONCE, MAX_ROUNDS, SPLIT_FIELDS
 from kernels.decode_attention.tree_sizes import LEAF, LEAVES_PER_GROUP, TILE
 from kernels.errors import KernelArgumentError
 from tests.kernels.inputs import CaseShape, make_case
@@ -37,7 +37,13 @@ class Planned:
     """A plan's splits on the host."""
 
     def __init__(
-        self, lengths: list[int], device: str, heads: int = HEADS, programs: int = PROGRAMS, planned_tokens: int = 0
+        self,
+        lengths: list[int],
+        device: str,
+        heads: int = HEADS,
+        programs: int = PROGRAMS,
+        planned_tokens: int = 0,
+        at_once: bool = False,
     ) -> None:
         from kernels.decode_attention.splits_triton import launch
 
@@ -54,6 +60,7 @@ class Planned:
             leaves_per_group=LEAVES_PER_GROUP,
             costs=COSTS[2],
             planned_tokens=planned_tokens,
+            costs_at_once=COSTS_AT_ONCE if at_once else None,
         )
         self.splits: list[list[int]] = splits.tolist()
         self.count = self.splits[0][-1]
@@ -72,9 +79,10 @@ def device(target: Target) -> str:
 
 
 @pytest.mark.parametrize("name", list(LENGTHS))
-def test_chunks_tile_all_leaves(device: str, name: str) -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+def test_chunks_tile_all_leaves(device: str, name: str, at_once: bool) -> None:
     lengths = LENGTHS[name]
-    plan = Planned(lengths, device)
+    plan = Planned(lengths, device, at_once=at_once)
     found: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for seq, head, first, leaves, length, splits, _, _ in plan.splits[: plan.count]:
         assert length == lengths[seq] and leaves > 0
@@ -106,10 +114,11 @@ def test_parts_of_a_pair_are_equal_to_within_a_leaf(device: str, name: str) -> N
 
 
 @pytest.mark.parametrize("name", list(LENGTHS))
-def test_partials_of_pairs_lie_side_by_side(device: str, name: str) -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+def test_partials_of_pairs_lie_side_by_side(device: str, name: str, at_once: bool) -> None:
     """As many as a pair has groups, and what each cut may leave alone; a whole pair has none."""
     lengths = LENGTHS[name]
-    plan = Planned(lengths, device)
+    plan = Planned(lengths, device, at_once=at_once)
     pairs = {(split[0], split[1]): tuple(split[4:7]) for split in plan.splits[: plan.count]}
     expected = 0
     for length, splits, base in sorted(pairs.values(), key=lambda pair: pair[2]):
@@ -144,11 +153,38 @@ def test_large_batches_of_mixed_lengths_stay_whole(device: str) -> None:
     assert Planned(lengths, device, heads=8, programs=264).count == 256 * 8
 
 
-@pytest.mark.parametrize(("num_seqs", "expected"), [(1, 1), (4, 2), (14, 2), (15, 1), (16, 1), (17, 2), (64, 2)])
-def test_a_multiprocessor_has_one_program_for_few_pairs_and_for_one_each(num_seqs: int, expected: int) -> None:
+@pytest.mark.parametrize(
+    ("num_seqs", "programs", "is_placed"),
+    [(1, 1, False), (4, 2, False), (13, 2, False), (14, 2, True), (16, 2, True), (22, 2, True), (23, 2, False)],
+)
+def test_programs_claim_places_where_a_multiprocessor_has_about_one_pair(
+    num_seqs: int, programs: int, is_placed: bool
+) -> None:
     plan = DecodePlan(64, 8192, 32, 8, 128, device="cpu")
     plan.multiprocessors = 132
-    assert plan.programs_per_multiprocessor(num_seqs) == expected
+    assert plan.programs_per_multiprocessor(num_seqs) == programs and plan.is_placed(num_seqs) == is_placed
+
+
+@pytest.mark.parametrize("length", [1, 2049, 4097, 4600, 5000, 6000, 8193, 32768, 33000])
+@pytest.mark.parametrize("sequences", [15, 16])
+def test_whole_pairs_where_each_has_a_multiprocessor(device: str, length: int, sequences: int) -> None:
+    plan = Planned([length] * sequences, device, heads=8, programs=264, at_once=True)
+    assert plan.count == sequences * 8
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [1 + 8191 * i // 15 for i in range(16)],
+        [30000] + [1000] * 15,
+        [8000] * 8 + [500] * 8,
+    ],
+    ids=["mixed", "one long", "halves"],
+)
+def test_up_to_a_split_for_each_program_where_pairs_differ(device: str, lengths: list[int]) -> None:
+    """All begin at once, and none draws another."""
+    plan = Planned(lengths, device, heads=8, programs=264, at_once=True)
+    assert 132 < plan.count <= 264
 
 
 @pytest.mark.parametrize("length", [8193, 33000])

@@ -115,6 +115,7 @@ def attend(
     queue_full,
     queue_empty,
     parked,
+    place,
     HEADS: gl.constexpr,
     GQA_GROUP: gl.constexpr,
     TOKENS: gl.constexpr,
@@ -144,7 +145,7 @@ def attend(
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     tile = 0
     turn = 0
-    split = gl.program_id(0)
+    split = place
     own, num_splits = read_split(splits_ptr, split)
     if AHEAD:
         q = queries_of(

@@ -22,6 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kernels.decode_attention.hopper.attend import attend
+from kernels.decode_attention.hopper.places import claim_place
 from kernels.decode_attention.hopper.stream import stream_pages
 from kernels.hopper.barriers import make_barriers
 from kernels.hopper.launches import allow_next_launch, wait_for_last_launch
@@ -76,6 +77,7 @@ def decode_pages(
     HAS_SINKS: gl.constexpr,
     HAS_SCALES: gl.constexpr,
     WANTS_LSE: gl.constexpr,
+    PLACED: gl.constexpr,
 ):
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     QUANTIZED: gl.constexpr = k_desc.dtype != dtype
@@ -101,6 +103,7 @@ def decode_pages(
     queue_empty = make_barriers(2, 2)
     allow_next_launch()
     wait_for_last_launch()
+    place = claim_place(work_ptr) if PLACED else gl.program_id(0)
     value_scale = 1.0
     if HAS_SCALES:
         scale = scale * gl.load(k_scale_ptr)
@@ -118,7 +121,7 @@ def decode_pages(
                 (
                     q_ptr, (stride_q_token, stride_q_head), outputs, strides_out, partials, splits_ptr, arrivals_ptr,
                     cu_seqlens_ptr, token_first, factors, rings, barriers, queue, queue_full, queue_empty, parked,
-                    HEADS, GQA_GROUP, TOKENS, HAS_SPANS, ROWS, LEAF, LEAVES_PER_GROUP, PARKED, WINDOW, PLANNED,
+                    place, HEADS, GQA_GROUP, TOKENS, HAS_SPANS, ROWS, LEAF, LEAVES_PER_GROUP, PARKED, WINDOW, PLANNED,
                     SOFTCAP, HAS_SINKS, WANTS_LSE,
                 ),
             ),
@@ -126,16 +129,16 @@ def decode_pages(
                 stream_pages,
                 (
                     k_desc, k_page_rows, k_ring, k_full, k_empty, queue, queue_full, queue_empty, tables_ptr,
-                    stride_tables_seq, cu_seqlens_ptr, token_first, splits_ptr, work_ptr, PAGE, TILE, LEAF, TOKENS,
-                    HAS_SPANS, WINDOW, BY_HEAD, True,
+                    stride_tables_seq, cu_seqlens_ptr, token_first, splits_ptr, work_ptr, place, PAGE, TILE, LEAF,
+                    TOKENS, HAS_SPANS, WINDOW, BY_HEAD, PLACED, True,
                 ),
             ),
             (
                 stream_pages,
                 (
                     v_desc, v_page_rows, v_ring, v_full, v_empty, queue, queue_full, queue_empty, tables_ptr,
-                    stride_tables_seq, cu_seqlens_ptr, token_first, splits_ptr, work_ptr, PAGE, TILE, LEAF, TOKENS,
-                    HAS_SPANS, WINDOW, BY_HEAD, False,
+                    stride_tables_seq, cu_seqlens_ptr, token_first, splits_ptr, work_ptr, place, PAGE, TILE, LEAF,
+                    TOKENS, HAS_SPANS, WINDOW, BY_HEAD, PLACED, False,
                 ),
             ),
         ],

@@ -16,6 +16,7 @@ from kernels.softmax import LOG2_E
 # gets longer; one program alone is fastest with less than two together.
 RING_BYTES = {1: 96 << 10, 2: 64 << 10}
 MAX_REGISTERS = {1: 248, 2: 128}
+TREE = {"TILE": TILE, "LEAF": LEAF, "LEAVES_PER_GROUP": LEAVES_PER_GROUP}
 # What one program may take of a multiprocessor's shared memory, less a reserve for barriers.
 SHARED_BYTES = (227 << 10) - 1024
 
@@ -76,9 +77,7 @@ def launch(call: DecodeCall, plan: DecodePlan | None, out: torch.Tensor, lse: to
                 D=shape.dim,
                 PAGE=shape.page_tokens,
                 BY_HEAD=spec.layout is KvLayout.HND,
-                TILE=TILE,
-                LEAF=LEAF,
-                LEAVES_PER_GROUP=LEAVES_PER_GROUP,
+                **TREE,
                 STAGES=num_stages(RING_BYTES[per_multiprocessor], columns, shape.dim, k_pages.element_size()),
                 PARKED=parked_levels(columns, shape.dim),
                 WINDOW=spec.window,
@@ -87,6 +86,7 @@ def launch(call: DecodeCall, plan: DecodePlan | None, out: torch.Tensor, lse: to
                 HAS_SINKS=sinks is not None,
                 HAS_SCALES=scales is not None,
                 WANTS_LSE=lse is not None,
+                PLACED=plan.is_placed(num_seqs),
                 num_warps=4,
                 maxnreg=MAX_REGISTERS[per_multiprocessor],
                 launch_pdl=True,

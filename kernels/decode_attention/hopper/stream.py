@@ -7,6 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from kernels.decode_attention.hopper.places import leave_place
 from kernels.decode_attention.hopper.splits import lowest_key, query_span, read_split
 from kernels.hopper.work_queue import draw, leave, publish_index, take_index
 
@@ -71,6 +72,7 @@ def stream_pages(
     token_first,
     splits_ptr,
     work_ptr,
+    place,
     PAGE: gl.constexpr,
     TILE: gl.constexpr,
     LEAF: gl.constexpr,
@@ -78,6 +80,7 @@ def stream_pages(
     HAS_SPANS: gl.constexpr,
     WINDOW: gl.constexpr,
     BY_HEAD: gl.constexpr,
+    PLACED: gl.constexpr,
     DRAWS: gl.constexpr,
 ):
     """All tiles of this program's splits; the partition that DRAWS also fetches the program's further splits."""
@@ -85,7 +88,7 @@ def stream_pages(
     PAGES: gl.constexpr = TILE // PAGE if PAGE < TILE else 1
     tile = 0
     turn = 0
-    split = gl.program_id(0)
+    split = place
     own, num_splits = read_split(splits_ptr, split)
     more = num_splits > gl.num_programs(0)
     # The next split's numbers are asked for early, and by who only takes them once they are published.
@@ -119,6 +122,8 @@ def stream_pages(
             split = following_split(work_ptr, queue, queue_full, queue_empty, turn, DRAWS)
             own, _ = read_split(splits_ptr, gl.minimum(split, num_splits - 1))
         turn += 1
-    if DRAWS:  # noqa: SIM102 - known at compile time, the other is not
-        if more:
+    if DRAWS:
+        if PLACED:
+            leave_place(work_ptr)
+        elif more:
             leave(work_ptr, gl.num_programs(0))
