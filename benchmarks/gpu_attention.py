@@ -24,6 +24,8 @@ from kernels.prefill_attention import PrefillPlan, prefill_attention
 from tests.kernels.inputs import PagedCase, make_case
 
 PREFILLS = ((8, 4096, 512), (4, 0, 8192), (1, 32768, 2048))
+# A conversation's next turn: keys and values are read, and little is computed.
+NEXT_TURNS = ((1, 4096, 16), (1, 65536, 16))
 # On and off the grid of the summation tree: a leaf is 512 keys, a group 2,048.
 # More take 100 GB, with the dense keys that peers read.
 MOST_KEYS = 4 << 20
@@ -76,7 +78,10 @@ def made_case(lengths: list[tuple[int, int]], codes: bool) -> tuple[PagedCase, d
 
 
 def prefill(sequences: int, cached: int, new: int, codes: bool = False) -> list[Measurement]:
-    """TFLOP/s. The peers compute the whole causal square of the same keys, with the work that this is."""
+    """TFLOP/s, of next turns GB/s of keys and values read.
+
+    The dense peers compute the whole causal square of the same keys, with the work that this is.
+    """
     case, scales = made_case([(cached, new)] * sequences, codes)
     plan = PrefillPlan(sequences, sequences * new, *HEADS, device="cuda")
     plan.prepare(case.cu_seqlens_q, case.cu_seqlens_k)
@@ -90,9 +95,13 @@ def prefill(sequences: int, cached: int, new: int, codes: bool = False) -> list[
         return prefill_attention(grouped, *where, plan=plan, out=out, **scales)
 
     name, amount = f"{sequences} x ({cached} + {new})", attention_tflop(sequences, cached, new)
+    total = cached + new
+    if (sequences, cached, new) in NEXT_TURNS:
+        amount = 1e-9 * sequences * total * TOKEN_BYTES
+        peers = (*flashinfer_prefill(case, amount), *engine_peers(case, amount))
+        return against_reference("prefill_attention", name, amount, call, READ, peers)
     if codes:
         return against_reference("prefill_attention", f"{name}, fp8", amount, call, GEMM)
-    total = cached + new
     dense = dense_peers(sequences, total, total, causal=True, amount=attention_tflop(sequences, 0, total))
     peers = (*flashinfer_prefill(case, amount), *engine_peers(case, amount), *dense)
     return against_reference("prefill_attention", name, amount, call, GEMM, peers)
@@ -177,7 +186,10 @@ def merge() -> list[Measurement]:
 
 
 AREAS: dict[str, tuple[Maker, ...]] = {
-    "prefill": tuple(partial(prefill, *sizes, codes) for codes in (False, True) for sizes in PREFILLS),
+    "prefill": (
+        *(partial(prefill, *sizes, codes) for codes in (False, True) for sizes in PREFILLS),
+        *(partial(prefill, *sizes) for sizes in NEXT_TURNS),
+    ),
     "decode": (
         *(partial(decode, *sizes) for sizes in DECODES),
         *(partial(decode_mixed, sequences) for sequences in MIXED_DECODES),

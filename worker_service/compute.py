@@ -17,7 +17,7 @@ from worker_service.gpu.page_pools import PagePools
 from worker_service.gpu.pool_plan import PoolDemand, check_interval, check_pool, counts_for, plan_pages, pool_budget
 from worker_service.gpu.pool_report import PoolReport, pool_report
 from worker_service.host_tier.allocator import keep_freed_blocks
-from worker_service.model.attention import reason_against_segments, segments_workspace_bytes
+from worker_service.model.attention import few_rows_workspace_bytes, reason_against_segments, segments_workspace_bytes
 from worker_service.model.compressed_attention import compressed_workspace_bytes
 from worker_service.model.device import pick_device, pick_page_dtype, prepare_process
 from worker_service.model.gemm_dispatch import MOST_PADDING, Invariance
@@ -141,6 +141,7 @@ def _budget(config: WorkerConfig, spec: ModelSpec, dtype: torch.dtype, device: t
         + sparse_workspace_bytes(spec, max_tokens, dtype)
         + compressed_workspace_bytes(spec, max_tokens)
         + segments_workspace_bytes(spec, config.attention_segment_tokens, device)
+        + few_rows_workspace_bytes(spec, config.attention_segment_tokens, device)
     )
     return budget - workspace_bytes
 

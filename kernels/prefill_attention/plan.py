@@ -7,7 +7,9 @@ import torch
 
 from kernels.backend import is_hopper
 from kernels.errors import KernelArgumentError
+from kernels.prefill_attention.few_scratch import FewRows
 from kernels.prefill_attention.hopper import TILE_ROWS, key_block
+from kernels.prefill_attention.hopper.few import shares
 from kernels.prefill_attention.segments import check_segment_tokens, segment_keys
 from kernels.prefill_attention.units import Units
 
@@ -22,7 +24,8 @@ COUNTERS = 3
 class PrefillPlan:
     """The work list of a step of at most max_seqs sequences and max_tokens queries; empty where nothing needs one.
 
-    With segment_tokens it also holds the units into which few tiles behind many keys are cut.
+    With segment_tokens it also holds the units into which few tiles behind many keys are cut, without it what programs
+    hand on that share the keys of few rows (17 MiB for dim 128).
 
     The programs of a launch draw from its counters and leave them at zero: one launch at a time may use a plan.
     """
@@ -51,6 +54,9 @@ class PrefillPlan:
         max_tiles = max_tokens // self._tile_queries + max_seqs if is_hopper(self.device) else 0
         self.records = torch.empty(max_tiles, RECORD, dtype=torch.int32, device=self.device)
         self.count = torch.zeros(COUNTERS, dtype=torch.int32, device=self.device)
+        self.few: FewRows | None = None
+        if shares(q_heads // kv_heads, dim) and not segment_tokens and is_hopper(self.device):
+            self.few = FewRows(dim, self._tile_queries // 2, self.device)
         self.units: Units | None = None
         if segment_keys(segment_tokens, dim, window=0) and is_hopper(self.device):
             self.units = Units(kv_heads, dim, self._tile_queries, segment_tokens, self.device)
@@ -65,6 +71,8 @@ class PrefillPlan:
 
             key_tile = key_block(self.heads[2])
             launch(cu_seqlens_q, cu_seqlens_k, self.records, self.count, self._tile_queries, key_tile)
+        if self.few is not None:
+            self.few.measure(self.records, self.count)
         if self.units is not None:
             self.units.list(self.records, self.count)
 

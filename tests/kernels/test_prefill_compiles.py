@@ -1,5 +1,6 @@
 """prefill_attention compiles for Hopper on a machine without a GPU: wgmma, no spills, nothing serialised."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,47 @@ def test_the_kernel_of_segments_keeps_its_registers(name: str) -> None:
     # Two to four registers of one partition wait in memory, at a boundary and not in the loop over key tiles.
     assert built.stack_bytes <= 16 and not built.serialised, built.remarks
     assert built.shared_bytes <= 227 * 1024
+
+
+FEW: dict[str, object] = {
+    "HEADS": 8, "GQA_GROUP": 4, "D": 128, "PAGE": 16, "HND": False, "CAP": False, "WANTS_LSE": True, "HAS_SINKS": True,
+    "ROWS": 16, "STAGES": 4,
+}  # fmt: skip
+FEWS: dict[str, dict[str, object]] = {
+    "plain": {"WANTS_LSE": False, "HAS_SINKS": False},
+    "every option": {"D": 64, "PAGE": 8, "HND": True, "CAP": True},
+}
+
+
+@pytest.mark.parametrize("name", usual(FEWS, "plain"))
+def test_the_kernel_of_few_rows_has_room_for_two_programs(name: str) -> None:
+    from kernels.prefill_attention.hopper.few.kernel import attend_few
+
+    constants = {**FEW, **FEWS[name]}
+    types = {f"{pointer}_ptr": "*bf16" for pointer in ("q", "k", "v", "out", "weights")}
+    floats = ("lse", "sinks", "peaks", "decays", "sums", "tops", "acc", "row_sum")
+    types |= {f"{pointer}_ptr": "*fp32" for pointer in floats} | {"scale_log2": "fp32", "cap_log2": "fp32"}
+    types |= {f"{pointer}_ptr": "*i32" for pointer in ("tables", "records", "extent", "counters")}
+    aligned = ("stride_out", "k_page", "v_page")
+    built = compile_gluon(attend_few, constants, types, aligned=aligned, enable_fp_fusion=False)
+    # Scores, the same scores again, and values.
+    assert built.ptx.count("wgmma.mma_async") == 16 * int(str(constants["D"])) // 128 + 8
+    assert built.stack_bytes == 0 and not built.serialised, built.remarks
+    # 227 KiB and 64 Ki registers are two programs'; the driver takes 1 KiB of each.
+    assert built.shared_bytes <= 112 * 1024 and registers(built.remarks) * 128 * 2 <= 1 << 16
+
+
+def registers(remarks: str) -> int:
+    """Returns a thread's registers as they are given out, by eights."""
+    return max(-(-int(used) // 8) * 8 for used in re.findall(r"Used (\d+) registers", remarks))
+
+
+def test_the_measure_of_tiles_compiles_and_spills_nothing() -> None:
+    from kernels.prefill_attention.hopper.few.measure import measure_tiles
+
+    constants: dict[str, object] = {"HALF_QUERIES": 16, "KEYS": 128, "TILES": 16}
+    built = compile_for_hopper(measure_tiles, constants, num_warps=1, pointer=lambda name: "*i32")
+    assert not built.spills
 
 
 def test_units_compile_and_spill_nothing() -> None:

@@ -8,7 +8,7 @@ import torch
 from kernels.backend import Backend
 from tests.worker_service.test_attention_segments_gpu import CONFIG
 from worker_service.model import attention
-from worker_service.model.attention import reason_against_segments, segments_workspace_bytes
+from worker_service.model.attention import few_rows_workspace_bytes, reason_against_segments, segments_workspace_bytes
 from worker_service.model.config import parse_model_spec
 
 E4M3 = torch.float8_e4m3fn
@@ -56,3 +56,19 @@ def test_what_segments_take_beside_the_pools(
     monkeypatch.setattr(attention, "is_hopper", lambda device: True)
     monkeypatch.setattr(attention, "num_multiprocessors", lambda device: 132)
     assert segments_workspace_bytes(spec, segment_tokens, device) == states * 132 * 9 * 128 * (128 + 2) * 4
+
+
+@pytest.mark.parametrize(
+    ("change", "segment_tokens", "scratches"),
+    [({}, 0, 1), ({}, 8192, 0), ({"head_dim": 256}, 0, 0), (WINDOWS, 0, 1)],
+    ids=str,
+)
+def test_what_prompts_of_few_tokens_take_beside_the_pools(
+    change: dict[str, object], segment_tokens: int, scratches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights of 1,024 tiles of 64 rows and 128 keys, three numbers of each row, and states of 16 tiles of 64 rows."""
+    spec, device = parse_model_spec({**CONFIG, **change}), torch.device("cpu")
+    assert few_rows_workspace_bytes(spec, segment_tokens, device) == 0
+    monkeypatch.setattr(attention, "is_hopper", lambda device: True)
+    bytes_of_one = 1024 * 64 * (128 * 2 + 3 * 4) + 16 * 64 * (2 + 128 + 2) * 4
+    assert few_rows_workspace_bytes(spec, segment_tokens, device) == scratches * bytes_of_one

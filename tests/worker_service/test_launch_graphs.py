@@ -21,6 +21,7 @@ from worker_service.model.device import prepare_process
 from worker_service.model.gemm_dispatch import Invariance
 from worker_service.model.last_tokens import LastTokens
 from worker_service.model.launch_buckets import (
+    SHORT_KEYS,
     GraphLimits,
     batch_sizes,
     buckets,
@@ -74,6 +75,26 @@ def test_prompts_are_captured_up_to_the_budget() -> None:
     assert [bucket.prompt_tokens for bucket in strict if not bucket.num_logits] == [1, 2, 4]
     many = buckets(GraphLimits(32, 512, 512, PAGE, 1, 8, one_phase=True))
     assert {bucket.num_logits for bucket in many} == {0, 32}
+
+
+def test_a_single_prompt_of_few_tokens_has_a_graph_of_its_own() -> None:
+    """Attention shares the keys of few rows where there cannot be other prompts, and does not if they are few."""
+    limits = GraphLimits(4, 100, 512, PAGE, 1, 8, one_phase=False)
+
+    def prompts(limits: GraphLimits) -> dict[tuple[int, int], list[tuple[int, int]]]:
+        found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for bucket in buckets(limits):
+            if bucket.prompt_tokens:
+                found.setdefault(bucket[:2], []).append((bucket.num_prompts, bucket.prompt_keys))
+        return found
+
+    kinds, several = [(4, SHORT_KEYS), (1, 0), (4, 0)], [(4, 0)]
+    assert {size for size, found in prompts(limits).items() if found == kinds} == {(0, 16), (0, 32), (4, 16)}
+    assert all(found in (kinds, several) for found in prompts(limits).values())
+    assert all(found == several for found in prompts(limits._replace(has_states=(False, True))).values())
+    assert all(found == [(1, 0)] for found in prompts(limits._replace(max_num_seqs=1)).values())
+    over_latents = prompts(limits._replace(max_prompt_keys=2048))
+    assert {count for found in over_latents.values() for count, _ in found} == {4}
 
 
 def test_prompts_over_latents_are_captured_for_several_numbers_of_keys() -> None:
@@ -154,12 +175,20 @@ def test_a_launch_gets_the_smallest_graph_that_gives_its_logits(one_phase: bool,
     graphs = LaunchGraphs(never, LastTokens(12, cpu), GraphLimits(4, 512, 256, PAGE, 1, 8, one_phase), cpu)
     decoding = [bench.sequence(random_tokens(9, seed), [seed]) for seed in (1, 2, 3)]
     prompt = bench.sequence(random_tokens(70, 4), range(4, 10))
+    long = bench.sequence(random_tokens(300, 5), range(10, 30))
     rows = [Part(entry, 8, 9) for entry in decoding]
 
     def sizes(*parts: Part) -> tuple[int, int] | None:
         bucket = graphs.bucket_for(bench.batch(*parts))
         return bucket and (bucket.num_decode, bucket.prompt_tokens)
 
+    def num_prompts(*parts: Part) -> int | None:
+        bucket = graphs.bucket_for(bench.batch(*parts))
+        return bucket and bucket.num_prompts
+
+    assert num_prompts(Part(prompt, 0, 16)) == num_prompts(Part(prompt, 0, 33)) == 4
+    assert [num_prompts(Part(long, begin, begin + 16)) for begin in (240, 241)] == [4, 1]
+    assert num_prompts(Part(long, 290, 300), Part(decoding[0], 0, 7)) == 4
     assert sizes(*rows) == ((0, 4) if one_phase else (4, 0))
     assert sizes(rows[0]) == ((0, 1) if one_phase else (1, 0))
     assert sizes(Part(prompt, 0, 70)) == (0, 80)

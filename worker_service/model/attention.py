@@ -15,7 +15,9 @@ from kernels.decode_attention import DecodePlan, decode_attention
 from kernels.device import num_multiprocessors
 from kernels.fp8 import E4M3
 from kernels.prefill_attention import PrefillPlan, prefill_attention
+from kernels.prefill_attention.few_scratch import few_rows_bytes
 from kernels.prefill_attention.hopper import takes_dim
+from kernels.prefill_attention.hopper.few import shares
 from kernels.prefill_attention.segments import segment_keys
 from kernels.prefill_attention.units import states_bytes
 from kernels.rotate_append_kv import RotatedQueries, rotate_append_kv
@@ -126,6 +128,15 @@ def segments_workspace_bytes(spec: ModelSpec, segment_tokens: int, device: torch
     shapes = dict.fromkeys(plan_key(mixer)[:3] for mixer in mixers)
     dims = [dim for _, _, dim in shapes if segment_keys(segment_tokens, dim, window=0)]
     return sum(states_bytes(dim, num_multiprocessors(device)) for dim in dims)
+
+
+def few_rows_workspace_bytes(spec: ModelSpec, segment_tokens: int, device: torch.device) -> int:
+    """Returns the memory that prompts of few tokens take beside the pools: a scratch for each shape of heads."""
+    if segment_tokens or not is_hopper(device):
+        return 0
+    mixers = (mixer for layer in spec.layers for mixer in layer.mixers if isinstance(mixer, AttentionSpec))
+    shapes = dict.fromkeys(plan_key(mixer)[:3] for mixer in mixers)
+    return sum(few_rows_bytes(dim) for q_heads, kv_heads, dim in shapes if shares(q_heads // kv_heads, dim))
 
 
 class PagedHeads:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
@@ -30,6 +31,11 @@ MIXED_KEYS = (4096, 16_384)
 # bounds lie further apart. The first is the usual number of chosen ones: among so few nothing is chosen.
 LEAST_CHOSEN_KEYS = 2048
 CHOSEN_STEP = 4
+# A single prompt's tokens, as in a conversation's next turn: attention shares the keys of its few rows among all
+# multiprocessors, where a launch cannot have other prompts. Of no more keys than these it does not pay: 16 tokens
+# without a prefix take an H200 14 us, and 16 if their keys are shared.
+SINGLE_TOKENS = (16, 32)
+SHORT_KEYS = 256
 # Prompts that may sample in a captured launch; the head reads its weights once for that many.
 PROMPT_SAMPLES = 8
 
@@ -148,14 +154,14 @@ def chosen_keys(most: int) -> tuple[int, ...]:
 
 
 def buckets(limits: GraphLimits) -> tuple[Bucket, ...]:
-    """Every graph's shape, the smallest first."""
+    """Every graph's shape, the smallest first; of the same size what holds fewer launches."""
     if limits.one_phase:
         found = [*_prompts(limits), *(Bucket(0, size, size, 0) for size in batch_sizes(limits.max_num_seqs))]
     else:
         found = [Bucket(size, 0, 0, 0) for size in batch_sizes(limits.max_num_seqs)]
         if limits.has_prompts:
             found += [*_prompts(limits), *_mixed(limits)]
-    return tuple(sorted(found, key=lambda bucket: (bucket.num_rows, bucket.prompt_keys)))
+    return tuple(sorted(found, key=lambda bucket: (bucket.num_rows, bucket.prompt_keys or math.inf)))
 
 
 def _prompts(limits: GraphLimits) -> Iterator[Bucket]:
@@ -169,7 +175,7 @@ def _prompts(limits: GraphLimits) -> Iterator[Bucket]:
     for size in sizes:
         for keys in prompt_keys(limits):
             if limits.chooses_keys or not keys or keys >= size:
-                yield Bucket(0, size, seqs, samples, keys)
+                yield from _one_or_more(limits, Bucket(0, size, seqs, samples, keys))
 
 
 def _mixed(limits: GraphLimits) -> Iterator[Bucket]:
@@ -183,4 +189,17 @@ def _mixed(limits: GraphLimits) -> Iterator[Bucket]:
         for size in MIXED_TOKENS:
             for keys in bounds:
                 if size <= limits.max_tokens and (limits.chooses_keys or not keys or keys >= size):
-                    yield Bucket(num_decode, size, seqs, num_decode + PROMPT_SAMPLES, keys)
+                    samples = num_decode + PROMPT_SAMPLES
+                    yield from _one_or_more(limits, Bucket(num_decode, size, seqs, samples, keys))
+
+
+def _one_or_more(limits: GraphLimits, bucket: Bucket) -> Iterator[Bucket]:
+    """A bucket of prompts; before it the same for short ones and for a single one, where that is computed another way.
+
+    Latents' prompts are not, and layers with states have few that are.
+    """
+    is_plain = not limits.max_prompt_keys and not any(limits.has_states)
+    if is_plain and bucket.prompt_tokens in SINGLE_TOKENS and bucket.num_prompts > 1:
+        yield bucket._replace(prompt_keys=SHORT_KEYS)
+        yield bucket._replace(num_prompts=1)
+    yield bucket

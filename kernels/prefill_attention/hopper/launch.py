@@ -11,6 +11,8 @@ from kernels.device import num_multiprocessors
 from kernels.layout import KvLayout
 from kernels.prefill_attention.call import PrefillCall
 from kernels.prefill_attention.hopper import TILE_ROWS, holds_queries, key_block, num_stages, padded_dim
+from kernels.prefill_attention.hopper.few import takes
+from kernels.prefill_attention.hopper.few.launch import launch_few
 from kernels.prefill_attention.hopper.kernel import attend_tiles
 from kernels.prefill_attention.plan import PrefillPlan
 from kernels.softmax import LOG2_E
@@ -19,6 +21,14 @@ from kernels.softmax import LOG2_E
 def launch(call: PrefillCall, plan: PrefillPlan | None, out: torch.Tensor, lse: torch.Tensor | None) -> None:
     """Launches over checked, non-empty arguments and a prepared plan (None: one of its own is made)."""
     plan = plan or own_plan(call, out)
+    if plan.few is not None and takes(call.spec, out.shape[0], call.num_seqs):
+        launch_few(call, plan.records, plan.few, out, lse)
+    else:
+        launch_tiles(call, plan, out, lse)
+
+
+def launch_tiles(call: PrefillCall, plan: PrefillPlan, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """Computes the tiles of a prepared plan, each in one program."""
     num_programs = min(num_multiprocessors(out.device), plan.records.shape[0] * call.spec.shape.heads)
     with torch.cuda.device_of(out):
         attend_tiles[(num_programs,)](
