@@ -10,7 +10,7 @@ from kernels.prefill_attention.hopper.few.kernel import attend_few
 from kernels.softmax import LOG2_E
 
 PROGRAMS_PER_MULTIPROCESSOR = 2
-# Rows of an adder and its stages. Of 16 rows behind 4,096 keys 16, 32 and 64 take 38.8, 43.0 and 57 us on an H200.
+# Rows of an adder and its stages. 16 tokens behind 4,096 keys took an H200 38.8 us with 16 rows and 43.0 with 32.
 ROWS, STAGES = 16, 4
 
 
