@@ -1,4 +1,4 @@
-"""Scores of a round: a scorer has every so many-th work, a tile of keys and 64 rows of a kv head."""
+"""Scores of a round: of n scorers each takes every n-th work, a tile of keys and 64 rows of a kv head."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
