@@ -7,6 +7,17 @@ from kernels.prefill_attention.hopper.weights import zero
 from kernels.softmax.triton import LN_2, LOG2_E
 
 
+@gluon.constexpr_function
+def _runs(dim):
+    """How threads store 64 rows: 8 bytes each, four threads a sector. Products leave a thread 4 bytes here and there.
+
+    In 32 stores of half a sector each, 16 prompts of 1,024 tokens took 317 us in place of 284 (H200).
+    """
+    blocks = [[0, 16 << i] for i in range((dim // 16).bit_length() - 1)]
+    lanes = [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([[0, 1], [0, 2], *blocks, [8, 0]], lanes, [[16, 0], [32, 0]], [], [64, dim])
+
+
 @gluon.jit
 def _widened_here(stride, D: gl.constexpr):
     """A stride whose upper half an address needs: made here, and still known to be a multiple of 16 if it is one."""
@@ -37,13 +48,15 @@ def write_rows(
     if SCALES:
         weight = weight * gl.load(v_scales_ptr)
     acc = acc * gl.convert_layout(weight, RO)[:, None]
-    row = PART * 64 + gl.arange(0, 64, RO) + zero(D)
+    RUNS: gl.constexpr = _runs(D)
+    row = PART * 64 + gl.arange(0, 64, gl.SliceLayout(1, RUNS)) + zero(D)
     query = first + row // GQA_GROUP
     live = (row < QUERIES * GQA_GROUP) & (query < q_len)
     at = (token + query).to(gl.int64) * _widened_here(stride_out_token, D)
     at += (head * GQA_GROUP + row % GQA_GROUP) * stride_out_head
-    d = gl.arange(0, D, gl.SliceLayout(0, OL))
-    gl.store(out_ptr + at[:, None] + d[None, :], acc.to(DTYPE), mask=live[:, None] & (d < DIM)[None, :])
+    d = gl.arange(0, D, gl.SliceLayout(0, RUNS))
+    outputs = gl.convert_layout(acc.to(DTYPE), RUNS)
+    gl.store(out_ptr + at[:, None] + d[None, :], outputs, mask=live[:, None] & (d < DIM)[None, :])
     if WANTS_LSE:
         query_s = first + row_s // GQA_GROUP
         live_s = (row_s < QUERIES * GQA_GROUP) & (query_s < q_len)
