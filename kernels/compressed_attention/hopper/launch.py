@@ -20,15 +20,16 @@ ROWS, TILE, STAGES = 64, 64, 2
 # heads, 2,048 new tokens: 512 entries 955, 814, 809, 808; 1,024 entries 1,693, 1,415, 1,412, 1,257.
 PIECE = 1152
 # Tiles of heads of a launch, times the pieces that their lists may have, up to which `attend_few_rows` takes it.
-# Microseconds there and in `attend_rows`, H200, 128 heads: 2 tiles with 512 entries 14.3 and 31.7; 16 tiles 27.3 and
+# Microseconds there and in `attend_rows`, H200, 128 heads: 2 tiles with 512 entries 10.9 and 31.7; 16 tiles 26.1 and
 # 31.9, with 1,024 entries 47.0 and 46.0. With tables for 1,048,576 tokens and all entries of 128, which are lists of up
-# to 8 pieces, there and split: 2 tiles of 65,536 tokens 16.2 and 31.5, of 1,048,576 49.2 and 48.3; 8 tiles 33.1 and
+# to 8 pieces, there and split: 2 tiles of 65,536 tokens 12.3 and 31.5, of 1,048,576 44.6 and 48.3; 8 tiles 33.1 and
 # 31.8, 158 and 50.
 MOST_TILES = 16
 # Partial results of a launch whose pieces are programs of their own: 128 MiB of them.
 MOST_PARTS = 1024
 # Keys of a list up to which the programs that make values make weights too, and heads of these, more where programs
-# would be more than multiprocessors.
+# would be more than multiprocessors. With 8 and 16 heads, and in three launches, 128 heads and 512 entries take 11.0,
+# 11.9 and 12.6 us of an H200, two rows 13.3, 12.1 and 13.3; of 1,024 entries two launches took 14.8, three 13.5.
 MOST_SHORT = 640
 GROUPS_OF_BOTH = (8, 16)
 PARTS = 8  # of the columns
