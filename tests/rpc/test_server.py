@@ -160,6 +160,17 @@ async def test_a_channel_finds_a_restarted_server() -> None:
         await server.stop(0)
         server = RpcServer([], [], LIMITS)
         await server.start(address)
+        try:
+            assert await status_once_connected(stub) == SERVING
+        finally:
+            await server.stop(0)
+
+
+async def status_once_connected(stub: health_pb2_grpc.HealthStub) -> int:
+    """A call that begins before the client has seen its old connection end is lost with it, as gRPC says; once."""
+    try:
         answer = await stub.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=30)
-        assert answer.status == SERVING
-        await server.stop(0)
+    except grpc.aio.AioRpcError as error:
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        answer = await stub.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=30)
+    return int(answer.status)

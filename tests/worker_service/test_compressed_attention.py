@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels import compressed_attention
 from kernels.compress_tokens import compress_tokens
+from kernels.compressed_attention.call import EntryPages
 from kernels.key_rows import KeyRows
 from tests.worker_service.model_kit import NUM_PAGES, Bench, Part, make_reference, random_tokens
 from worker_service.core.errors import ModelError
@@ -133,16 +135,23 @@ def test_a_page_of_another_prefix_changes_the_logits(bench: Bench, wrong: str) -
     assert torch.equal(behind_a_hit(bench, first), sound)
 
 
+class RoundedUp(int):
+    """A ratio by which tokens have an entry of a block that has begun."""
+
+    def __rfloordiv__(self, count: int) -> int:
+        return -(-count // int(self))
+
+
 def test_an_entry_one_block_early_is_seen(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """The public defect: each token of a chunk sees the entry of a block that ends behind it."""
     first = random_tokens(LENGTH, 5)
     bench.all_logits(Part(bench.sequence(first, PAGES), 0, LENGTH))
     sound = behind_a_hit(bench, first)
 
-    def early(rows: KeyRows, ratio: int) -> KeyRows:
-        return KeyRows(rows.sequences, -(-rows.num_keys // ratio) if ratio == PAGE else rows.num_keys // ratio)
+    def early(pages: torch.Tensor, tables: torch.Tensor, ratio: int, chosen: torch.Tensor | None) -> EntryPages:
+        return EntryPages(pages, tables, RoundedUp(ratio) if ratio == PAGE else ratio, chosen)
 
-    monkeypatch.setattr(KeyRows, "entries", early)
+    monkeypatch.setattr(compressed_attention, "EntryPages", early)
     assert not behind_a_hit(bench, first).isfinite().all(), "an entry that is not there was not read"
     monkeypatch.undo()
     assert torch.equal(behind_a_hit(bench, first), sound)
