@@ -139,7 +139,7 @@ async def test_a_page_of_another_prefix_is_noticed(folder: Path, stand: Stand, d
 
 
 async def test_index_keys_of_another_prefix_are_noticed(folder: Path, stand: Stand, draw: Draw) -> None:
-    """It is the indexer that chooses what the answers above depend on."""
+    """The latents stay as they are: only which of them are chosen can change the answer."""
     if not folder.name.startswith("deepseek-v32"):
         pytest.skip("its pages have no index keys, or in a group of their own")
     prefix, other = (Prefix(stand, draw, 70) for _ in range(2))

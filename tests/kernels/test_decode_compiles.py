@@ -126,7 +126,7 @@ def test_it_spills_nothing_and_fits(name: str) -> None:
 @pytest.mark.parametrize("at_once", [False, True])
 def test_the_plan_spills_nothing(sequences: int, planned: int, at_once: bool) -> None:
     if at_once and sequences > 256:
-        pytest.skip("so many sequences have more pairs than programs")
+        pytest.skip("programs do not claim places where pairs are more than programs")
     from kernels.decode_attention.splits_triton import BLOCK_ELEMENTS, num_warps, plan_splits
     from tests.kernels.test_compiles import compile_for_hopper as compile_plain
 
