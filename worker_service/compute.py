@@ -111,7 +111,7 @@ def _make_pools(config: WorkerConfig, loaded: LoadedModel, page_dtypes: PageDtyp
         state_share=config.state_share,
     )
     interval = check_interval(layouts, config.state_interval_tokens, page_tokens)
-    budget_bytes = _budget(config, spec, page_dtypes.kv or dtype, device)
+    budget_bytes = _budget(config, spec, dtype, page_dtypes.index_keys, device)
     pools = PagePools(layouts, _num_pages(config, layouts, demand, budget_bytes), page_tokens, device, interval)
     report = pool_report(pools.specs(), page_tokens, spec.max_model_len, config.max_num_seqs)
     _log_pools(report, str(page_dtypes.kv or dtype).removeprefix("torch."))
@@ -128,7 +128,9 @@ def _num_pages(
     return plan_pages(layouts, budget_bytes, demand)
 
 
-def _budget(config: WorkerConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> int:
+def _budget(
+    config: WorkerConfig, spec: ModelSpec, dtype: torch.dtype, index_dtype: torch.dtype | None, device: torch.device
+) -> int:
     """Returns bytes for the pools: `pool_mb`, or a share of the memory that the model and its workspace leave."""
     if config.pool_mb:
         return config.pool_mb << 20
@@ -138,8 +140,8 @@ def _budget(config: WorkerConfig, spec: ModelSpec, dtype: torch.dtype, device: t
     max_tokens = config.token_budget + MOST_PADDING
     workspace_bytes = (
         latent_workspace_bytes(spec, config.latent_chunk_tokens, dtype)
-        + sparse_workspace_bytes(spec, max_tokens, dtype)
-        + compressed_workspace_bytes(spec, max_tokens)
+        + sparse_workspace_bytes(spec, max_tokens, dtype, index_dtype)
+        + compressed_workspace_bytes(spec, max_tokens, dtype)
         + segments_workspace_bytes(spec, config.attention_segment_tokens, device)
         + few_rows_workspace_bytes(spec, config.attention_segment_tokens, device)
     )

@@ -17,10 +17,12 @@ from kernels import compressed_attention
 from kernels.compress_tokens import compress_tokens
 from kernels.compressed_attention.call import EntryPages
 from kernels.key_rows import KeyRows
+from tests.worker_service.kept_bytes import KeptBytes
 from tests.worker_service.model_kit import NUM_PAGES, Bench, Part, make_reference, random_tokens
 from worker_service.core.errors import ModelError
 from worker_service.gpu.group_layout import PageRole
 from worker_service.model import choice_parts
+from worker_service.model import compressed_attention as compressed
 from worker_service.model.compressed_attention import compressed_workspace_bytes
 from worker_service.model.config import read_model_spec
 from worker_service.model.page_layouts import page_layouts
@@ -66,11 +68,23 @@ def test_rows_are_chosen_a_few_at_a_time(folder: Path, monkeypatch: pytest.Monke
     assert torch.equal(in_parts(folder), whole)
 
 
-def test_the_workspace_is_that_of_logits_choices_and_partial_results(folder: Path) -> None:
+def test_the_workspace_is_that_of_logits_queries_choices_and_partial_results(folder: Path) -> None:
     spec = read_model_spec(folder)
-    assert compressed_workspace_bytes(spec, 2000) == (128 << 20) + 2 * (768 << 20) + 4 * 2000 * 7
+    queries = 2000 * 16 * (16 * 2 + 4)
+    wanted = (128 << 20) + 2 * (768 << 20) + queries + 4 * 2000 * 7
+    assert compressed_workspace_bytes(spec, 2000, torch.bfloat16) == wanted
     windows = replace(spec, layers=spec.layers[:1])
-    assert compressed_workspace_bytes(windows, 2000) == 0
+    assert compressed_workspace_bytes(windows, 2000, torch.bfloat16) == 0
+
+
+def test_a_launch_keeps_what_the_workspace_counts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside logits and partial results: what logits are made of, and the choices that are made of them."""
+    kept = KeptBytes(monkeypatch)
+    kept.watch(compressed, "index_logits", lambda call, _: call.args[:2])
+    kept.watch(compressed, "top_k", lambda call, _: [call.kwargs["out"]])
+    bench.all_logits(Part(bench.sequence(random_tokens(LENGTH, 1), PAGES), 0, LENGTH))
+    counted = compressed_workspace_bytes(bench.config, LENGTH, torch.float32)
+    assert kept.most_bytes() == counted - compressed.PARTIAL_BYTES - choice_parts.CHOICE_BYTES
 
 
 def test_neighbours_change_nothing(folder: Path) -> None:

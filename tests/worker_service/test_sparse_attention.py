@@ -8,10 +8,15 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import kernels.mla.sparse
+from kernels.fp8 import E4M3
+from kernels.rotate_append_index import IndexQueries
+from tests.worker_service.kept_bytes import KeptBytes
 from tests.worker_service.model_kit import PAGE, Bench, Part, make_reference, random_tokens
 from worker_service.model import choice_parts, sparse_attention
 from worker_service.model.config import read_model_spec
@@ -115,10 +120,34 @@ def test_pages_hold_latents_and_index_keys(folder: Path) -> None:
     ) for layout in layouts)  # fmt: skip
 
 
-def test_the_workspace_is_that_of_logits_choices_and_queries(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("index_dtype", "queries"), [(None, 16 * 2 + 4), (E4M3, 16 * 2 + 4 + 16 + 4)])
+def test_the_workspace_is_that_of_logits_choices_and_queries(
+    folder: Path, tmp_path: Path, index_dtype: torch.dtype | None, queries: int
+) -> None:
     spec = read_model_spec(folder)
     top_k = sparse_attention.sparse_mixers(spec)[0].indexer.top_k
-    wanted = 2 * (768 << 20) + 2000 * top_k * 4 + 1024 * 4 * (40 + 32) * 2
-    assert sparse_workspace_bytes(spec, 2000, torch.bfloat16) == wanted
+    wanted = 2 * (768 << 20) + 2000 * (16 * queries + top_k * 4) + 1024 * 4 * (40 + 32) * 2
+    assert sparse_workspace_bytes(spec, 2000, torch.bfloat16, index_dtype) == wanted
     make_reference("llama", tmp_path)
-    assert sparse_workspace_bytes(read_model_spec(tmp_path), 2000, torch.bfloat16) == 0
+    assert sparse_workspace_bytes(read_model_spec(tmp_path), 2000, torch.bfloat16, index_dtype) == 0
+
+
+@pytest.mark.parametrize("index_dtype", [None, E4M3])
+def test_a_launch_keeps_what_the_workspace_counts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, index_dtype: torch.dtype | None
+) -> None:
+    """Beside logits: an indexer's queries, choices, absorbed queries and what attention makes of them."""
+    kept = KeptBytes(monkeypatch)
+
+    def index_queries(call: Any, made: IndexQueries) -> list[torch.Tensor]:
+        """As the GEMMs made them; rounded ones come on top."""
+        return [*call.args[:2], *(() if made.q is call.args[0] else made)]
+
+    kept.watch(sparse_attention, "rotate_append_index", index_queries)
+    kept.watch(sparse_attention, "top_k", lambda call, _: [call.kwargs["out"]])
+    kept.watch(kernels.mla.sparse, "absorbed_queries", lambda _, made: [made])
+    kept.watch(kernels.mla.sparse, "sparse_latent_attention", lambda _, made: [made])
+    bench = Bench(folder, index_dtype=index_dtype)
+    in_parts(bench)
+    counted = sparse_workspace_bytes(bench.config, LENGTH, torch.float32, index_dtype)
+    assert kept.most_bytes() == counted - choice_parts.CHOICE_BYTES

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from kernels.top_k import WORKSPACE_BYTES
 from worker_service.model.launch_inputs import LaunchInputs
+from worker_service.model.spec import IndexSpec
 
 # The most bytes of logits, and the most queries, that are chosen from at a time.
 LOGITS_BYTES = 256 << 20
@@ -15,6 +18,13 @@ SHARING_ROWS = 64
 # Memory of choices beside the pools: fp32 logits and the workspace of their top_k, once for captured launches, whose
 # memory is their own, and once for the others.
 CHOICE_BYTES = 2 * LOGITS_BYTES // 4 * (4 + WORKSPACE_BYTES)
+
+
+def index_query_bytes(index: IndexSpec, dtype: torch.dtype, key_dtype: torch.dtype | None = None) -> int:
+    """Returns the bytes of a token's index queries and of their heads' weights, as the GEMMs made them in `dtype`, and
+    of the rounded ones beside them where keys are of `key_dtype`."""
+    dtypes = (dtype,) if key_dtype is None else (dtype, key_dtype)
+    return sum(index.num_heads * (index.head_dim * made.itemsize + torch.float32.itemsize) for made in dtypes)
 
 
 def choice_parts(launch: LaunchInputs, ratio: int = 1) -> Iterator[tuple[slice, int]]:

@@ -18,10 +18,10 @@ from kernels.rotate_append_tail import rotate_append_tail
 from kernels.rotate_tail import rotate_tail
 from kernels.top_k import top_k
 from worker_service.gpu.page_pools import PagePools
-from worker_service.model.choice_parts import CHOICE_BYTES, choice_parts
+from worker_service.model.choice_parts import CHOICE_BYTES, choice_parts, index_query_bytes
 from worker_service.model.launch_inputs import LaunchInputs
 from worker_service.model.mixers import CompressedRows
-from worker_service.model.spec import CompressedSpec, CompressorSpec, ModelSpec
+from worker_service.model.spec import CompressedSpec, CompressorSpec, IndexSpec, ModelSpec
 
 # Partial results of compressed_attention, where few rows share out their keys.
 PARTIAL_BYTES = 128 << 20
@@ -40,11 +40,20 @@ def compressed_mixers(spec: ModelSpec) -> dict[int, CompressedSpec]:
     return {number: layer.mixer for number, layer in enumerate(spec.layers) if isinstance(layer.mixer, CompressedSpec)}
 
 
-def compressed_workspace_bytes(spec: ModelSpec, max_tokens: int) -> int:
-    """Returns the memory that a launch's choices and partial results need beside the pools; 0 for other models."""
+def compressed_workspace_bytes(spec: ModelSpec, max_tokens: int, dtype: torch.dtype) -> int:
+    """Returns the memory that a launch's index queries, choices and partial results need beside the pools; 0 for other
+    models. dtype is the model's."""
     made = [mixer.compressor for mixer in compressed_mixers(spec).values() if mixer.compressor is not None]
-    top_k = max((compressor.index.top_k for compressor in made if compressor.index is not None), default=0)
-    return PARTIAL_BYTES + (CHOICE_BYTES + 4 * max_tokens * top_k if top_k else 0) if made else 0
+    if not made:
+        return 0
+    indexes = [compressor.index for compressor in made if compressor.index is not None]
+    token_bytes = max((_choice_token_bytes(index, dtype) for index in indexes), default=0)
+    return PARTIAL_BYTES + (CHOICE_BYTES + max_tokens * token_bytes if indexes else 0)
+
+
+def _choice_token_bytes(index: IndexSpec, dtype: torch.dtype) -> int:
+    """Returns the bytes of one token's index queries and chosen entries."""
+    return index_query_bytes(index, dtype) + index.top_k * torch.int32.itemsize
 
 
 class PagedCompressed:

@@ -18,7 +18,7 @@ from kernels.rotate_append_index import IndexQueries, rotate_append_index
 from kernels.rotate_append_latent import rotate_append_latent
 from kernels.top_k import top_k
 from worker_service.gpu.page_pools import LayerPages, PagePools
-from worker_service.model.choice_parts import CHOICE_BYTES, MOST_ROWS, choice_parts
+from worker_service.model.choice_parts import CHOICE_BYTES, MOST_ROWS, choice_parts, index_query_bytes
 from worker_service.model.launch_inputs import LaunchInputs
 from worker_service.model.mixers import IndexRows, Latents
 from worker_service.model.spec import IndexSpec, LatentSpec, ModelSpec
@@ -47,15 +47,24 @@ def sparse_mixers(spec: ModelSpec) -> dict[int, SparseMixer]:
     }
 
 
-def sparse_workspace_bytes(spec: ModelSpec, max_tokens: int, dtype: torch.dtype) -> int:
-    """Returns the memory that choices and absorbed queries of launches need beside the pools; 0 for other models."""
-    mixers = sparse_mixers(spec).values()
+def sparse_workspace_bytes(
+    spec: ModelSpec, max_tokens: int, dtype: torch.dtype, index_dtype: torch.dtype | None = None
+) -> int:
+    """Returns the memory that index queries, choices and absorbed queries of launches need beside the pools; 0 for
+    other models.
+
+    Args:
+        dtype: the model's.
+        index_dtype: of index keys in pages, as in page_layouts; None is `dtype`.
+    """
     rows = min(max_tokens, MOST_ROWS)
 
-    def absorbed(mixer: LatentSpec) -> int:
-        return rows * mixer.num_heads * (mixer.width + mixer.latent_dim) * dtype.itemsize
+    def mixer_bytes(mixer: LatentSpec, index: IndexSpec) -> int:
+        absorbed = rows * mixer.num_heads * (mixer.width + mixer.latent_dim) * dtype.itemsize
+        choice = max_tokens * index.top_k * torch.int32.itemsize
+        return CHOICE_BYTES + max_tokens * index_query_bytes(index, dtype, index_dtype) + choice + absorbed
 
-    return max((CHOICE_BYTES + max_tokens * index.top_k * 4 + absorbed(mixer) for mixer, index in mixers), default=0)
+    return max((mixer_bytes(*mixer) for mixer in sparse_mixers(spec).values()), default=0)
 
 
 class PagedSparse:
