@@ -101,7 +101,7 @@ step() { # NUMBER WHAT SIZE PIP-ARGUMENTS...
   report "$number" "$what" "$start"; [ ! -t 2 ] || say
 }
 
-# Returns 1 as soon as the process has ended, 0 after so many seconds.
+# Returns 1 as soon as the process has ended, 0 after SECONDS.
 sleep_or_end() { # PID SECONDS
   local ticks=$(( $2 * 5 ))
   while [ "$ticks" -gt 0 ]; do

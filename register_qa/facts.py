@@ -31,8 +31,8 @@ class Fact:
     value: str
 
 
-# One fact in so many is held out. Were it one in two, a model could learn by heart which values a subject never has,
-# and find an answer among the values of a register without reading whose they are.
+# One fact in HELD_OUT_ONE_IN is held out. With one in two a model could learn by heart which values a subject never
+# has, and find an answer among the values of a register without reading whose they are.
 HELD_OUT_ONE_IN = 8
 
 

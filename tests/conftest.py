@@ -28,7 +28,7 @@ settings.register_profile("thorough", max_examples=1000, **_ANY_LOAD)
 settings.load_profile("thorough" if THOROUGH else "ci")
 
 HERE = Path(__file__).parent
-# Session fixtures that start services, by folder: whoever uses one shares it.
+# Session fixtures that start services, by folder: tests that use one share it.
 SHARED_SERVICES = {"e2e": "cluster", "cli": "service"}
 SINGLE_TESTS = (
     "kernels/test_*_compile.py",

@@ -37,8 +37,8 @@ def find_redis_binary() -> str | None:
 def free_port() -> int:
     """A port that nobody listens on, and that stays free while its owner is down.
 
-    The kernel deals out ports from 32768 on to whoever connects or asks for any, so this one comes from below, and each
-    process of a distributed run draws from ports of its own.
+    The kernel gives ports from 32768 on to connections and to sockets that ask for any, so this one comes from below,
+    and each process of a distributed run draws from ports of its own.
     """
     number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % len(PORT_RANGES)
     while True:

@@ -19,7 +19,7 @@ from tier_client.values import Hit, KeyedPages, Loaded, PagePath, PageRange, Tie
 
 _log = logging.getLogger(__name__)
 
-# A page that is not there shortens the next lookup; after so many the engine computes.
+# A page that is not there shortens the next lookup; after the last one the engine computes the rest.
 MAX_LOOKUPS = 3
 
 

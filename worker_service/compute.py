@@ -40,7 +40,7 @@ class Compute(NamedTuple):
     invariance: Invariance
     runner: Runner
     part_bytes: int
-    """Pages of more than this go to the host tier in parts of so many bytes."""
+    """Pages of more than this go to the host tier in parts of this size."""
     segment_tokens: int
     """Keys of one segment of prompts' attention; 0: all keys are one segment."""
 

@@ -27,7 +27,7 @@ POOL_TOKENS = 1536
 # States are kept at page boundaries by GPUs alone; on a CPU at the end of each request, with pages of one token.
 PAGE_TOKENS = {"full": 32, "windows": 32, "states": 1}
 TAILS = {"states": "more"}
-# Forces a retraction every so many steps: SGLang admits only what fits, so it would never preempt by itself here.
+# Forces a retraction at a fixed interval of steps: SGLang admits only what fits and would never preempt by itself here.
 RETRACT = ("SGLANG_TEST_RETRACT=1", "SGLANG_TEST_RETRACT_INTERVAL=40")
 # Its Triton kernels for states run in Triton's interpreter. With requests taken back, SGLang 0.5.23 gives other tokens
 # for this model without any linker too (1 of 16 answers, at its 91st token).

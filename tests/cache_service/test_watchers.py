@@ -83,7 +83,7 @@ async def test_a_queue_is_bounded_in_bytes() -> None:
 
 
 def many(num_slices: int, happens: Callable[[int], None] = lambda number: None) -> PresentState:
-    """A present state of so many slices; `happens` between them."""
+    """A present state of `num_slices` slices; `happens` is called between them."""
     for number in range(num_slices):
         happens(number)
         yield (Cleared(WorkerId(f"p{number}")),)

@@ -24,7 +24,7 @@ class Store(NamedTuple):
     flush: Callable[[], None]
     """Everything in the store is gone, behind the tier's back where it has one."""
     shrink: Callable[[int], None]
-    """From now on there is room for so many further bytes of values, about."""
+    """From now on there is room for about this many further bytes of values."""
 
 
 @pytest.fixture(scope="session")

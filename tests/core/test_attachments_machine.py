@@ -219,7 +219,7 @@ class Machine(RuleBasedStateMachine):
             assert engine.release(LeaseEnd(found.lease, DONE)) == 0
             return
         assert engine.release(LeaseEnd(found.lease, status, min(done, len(lease.hashes)))) == 1
-        if status is MISSING:  # its row is dropped, whoever else holds it
+        if status is MISSING:  # its row is dropped, whatever other leases hold it
             self.leases.clear()
 
     @rule(passed_ms=st.sampled_from([10, 10, 10, 200, 400, 1_600]))

@@ -64,7 +64,7 @@ def test_e30_hit_rates_and_no_leak(num_pages: int, floor: float) -> None:
 @pytest.mark.parametrize("interval", [0, 512])
 @pytest.mark.parametrize(("slots", "floor"), [(52, 0.0527), (202, 0.1031), (1002, 0.1714)])
 def test_e30_hit_rates_of_a_model_with_states(slots: int, floor: float, interval: int) -> None:
-    """All pages are kept, and so many slots: what hits is what eviction left of the snapshots."""
+    """All pages are kept, and snapshots in `slots` slots: what hits is what eviction left of the snapshots."""
     world = World()
     FakeWorker(world, [full(6_000_000), state(slots, interval=interval)], 16)
     manager, hit, total = world.manager, 0, 0

@@ -188,7 +188,7 @@ def test_case_38_pages_that_a_window_reads(window_tokens: int, kept: int) -> Non
 
 
 def test_a_hole_in_the_tree_takes_the_sequences_page() -> None:
-    """A window page was evicted, FULL stayed; whoever computes these tokens again fills the hole."""
+    """A window page was evicted, FULL stayed; the next sequence that computes these tokens fills the hole."""
     worker = make(2, full(64), window(4, 4))
     oracle = Oracle(worker)
     worker.run(span(1, 4))

@@ -55,7 +55,7 @@ def test_a_chunk_end_gets_a_vacant_slot() -> None:
 
 
 def test_guesses_leave_two_slots_and_take_those_of_other_guesses() -> None:
-    """11 slots: two for the sequence, one for its end, eight boundaries; two stay for whoever comes next."""
+    """11 slots: two for the sequence, one for its end, eight boundaries; two stay for the next sequence."""
     worker = hybrid(11, 8)
     live = worker.start(span(1, 70))
     assert sorted(boundary for _, boundary in live.snapshots) == [16, 32, 48, 64, 68], "every other one, evenly"

@@ -53,7 +53,7 @@ class Prefix:
         self.page_ids: list[int] = []
 
     async def compute(self, num_pages: int = NUM_PAGES) -> int:
-        """Returns the slot of the snapshot behind so many of its pages."""
+        """Returns the slot of the snapshot behind `num_pages` pages."""
         length = num_pages * self.page
         answer = await self._generate([*self.tokens[:length], 0], 1)
         states, self.page_ids = self._first_states(), self._stand.runner.last_table[:num_pages]

@@ -77,7 +77,7 @@ def make_latents(
     seed: int = 0,
     dims: LatentDims = DEEPSEEK_V3,
 ) -> LatentCase:
-    """A batch of (cached, new) sequences, all of whose latents are in their pages."""
+    """A batch of (cached, new) sequences whose latents are all in their pages."""
     rng = torch.Generator().manual_seed(seed)
 
     def random(*size: int, scale: float = 1.0) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""compress_tokens: entries by their definition, in poisoned pages, wherever a prompt is cut and whoever is beside."""
+"""compress_tokens: entries by their definition, in poisoned pages, for every cut of a prompt and in any batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""compressed_attention: a window, then entries, then a sink, over poisoned pages, whoever else is in the batch."""
+"""compressed_attention: a window, then entries, then a sink, over poisoned pages, whatever else is in the batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""linear's TILED route in fp32: slices of the depth, added up in ascending order, whoever computes them."""
+"""linear's TILED route in fp32: slices of the depth, added up in ascending order, whichever program computes them."""
 
 from collections.abc import Callable
 

@@ -73,7 +73,7 @@ def test_weights_counted_from_one(target: Target, dim: int, dtype: torch.dtype) 
 
 
 def test_rows_do_not_see_each_other(target: Target) -> None:
-    """A row's bits are its own, whoever lies beside it and however many there are."""
+    """A row's bits depend neither on the rows beside it nor on how many there are."""
     x, weight = rows(33, 4096, device=target.device), rows(4096, device=target.device, seed=1)
     all_rows = rms_norm(x, weight, 1e-5, backend=target.backend)
     for row in (0, 17, 32):

@@ -167,7 +167,7 @@ async def test_a_stream_whose_peer_never_reads_is_ended_and_frees_its_place(capl
         assert echo.ended == ["flood"]
         assert "does not read" in caplog.text
         assert texts(await call(channel, "Unary", text("room again"))) == ["room again"]
-        # Whoever reads after all is told.
+        # A client that reads after all is told.
         async with asyncio.timeout(20):
             with pytest.raises(grpc.aio.AioRpcError) as error:
                 _ = [message async for message in never_read]

@@ -1,4 +1,5 @@
-"""DeepSeek V4 in the worker: bits do not depend on cuts and mates, each kind of page counts, nothing unwritten is read.
+"""DeepSeek V4 in the worker: bits depend neither on cuts nor on the batch, each kind of page counts, and nothing is
+read that was not written.
 
 That its logits are right is in tests/worker_service/test_model_parity.py. Pages are poisoned with NaN.
 """

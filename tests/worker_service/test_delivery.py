@@ -21,7 +21,7 @@ GROUPS = (full_group(64),)
 
 
 class Readers:
-    """So many streams, each with a text of one letter a token."""
+    """Streams, each with a text of one letter a token."""
 
     def __init__(self, count: int, stop: tuple[str, ...] = ()) -> None:
         scheduler = Scheduler(SchedulerConfig(4, GROUPS, max_model_len=100, vocab_size=26))

@@ -42,7 +42,7 @@ async def test_a_device_side_assert_ends_the_process_with_code_1(tmp_path: Path,
 
 
 async def test_what_does_not_fit_into_memory_together_runs_apart(tmp_path: Path) -> None:
-    """Allocations that fail for real; the tokens are those of each prompt alone, since the bits depend on no mate."""
+    """Allocations that fail for real; the tokens are those of each prompt alone, as bits depend on no other row."""
     make_random_model(tmp_path / "model", seed=1)
     cache = cache_process(tmp_path)
     worker = faulty_worker(tmp_path, tmp_path / "model", "", "memory", "cuda")

@@ -117,7 +117,7 @@ def test_a_window_pool_need_not_hold_the_whole_prompt() -> None:
 
 
 def with_states(*sizes: int) -> tuple[GroupLayout, ...]:
-    """A group of whole prompts, whose page takes 512 bytes, and groups of states of so many bytes."""
+    """A group of whole prompts, whose page takes 512 bytes, and a group of states for each size in bytes."""
     states = (
         GroupLayout(f"state-{size}", GroupKind.STATE, (at + 1,), (PageTensor(1, (size // 4,), torch.float32),))
         for at, size in enumerate(sizes)
@@ -185,7 +185,7 @@ def large(name: str) -> tuple[tuple[GroupLayout, ...], PoolDemand]:
     [("Qwen3-Next", 20, 70), ("Qwen3-Next", 60, 256), ("Bamba", 30, 22), ("Bamba", 100, 124)],
 )
 def test_large_snapshots_get_half_of_the_pages_memory_by_default(name: str, budget_gib: int, snapshots: int) -> None:
-    """As docs/operations.md says of state_share: so many snapshots beside max_num_seqs running sequences."""
+    """As docs/operations.md says of state_share: `snapshots` beside the slots of max_num_seqs running sequences."""
     layouts, demand = large(name)
     pages, slots = plan_pages(layouts, budget_gib << 30, demand)
     assert slots - demand.max_num_seqs == snapshots == num_snapshots(layouts, pages, demand)

@@ -1,4 +1,4 @@
-"""Sparse attention in the worker: bits do not depend on cuts and mates, and a cached prefix is searched (R24, R25).
+"""Sparse attention in the worker: bits depend neither on cuts nor on the batch, a cached prefix is searched (R24, R25).
 
 That its logits are right is in tests/worker_service/test_model_parity.py.
 """

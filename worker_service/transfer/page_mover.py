@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class MoverLimits(NamedTuple):
-    """`part_bytes`: pages of more than this move in parts of so many bytes."""
+    """`part_bytes`: pages of more than this move in parts of this size."""
 
     threads: int = 2
     max_queued: int = 256

@@ -129,7 +129,7 @@ class SparsePages(ABC):
         return page_id not in self.readers
 
     def take(self, count: int) -> list[int]:
-        """Returns `count` private pages with one reader each, evicting where it must; so many must be available."""
+        """Returns `count` private pages with one reader each, evicting where it must; `count` must be available."""
         self.evict(count - self.pool.num_free)
         page_ids = unpack(self.pool.take(count))
         for page_id in page_ids:

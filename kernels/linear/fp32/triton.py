@@ -4,7 +4,7 @@ Without tensor cores, which would cut the factors, one chain over the whole dept
 an H200, for 16 rows as for 512 (measured). So the depth is cut into slices of SLICE_K columns, at places that follow
 from the depth alone. Each slice is one chain of fused multiply-adds in ascending order, and an element is the sum of
 its slices in ascending order. Slices are dealt out to programs, and a launch of its own adds them up. Where there are
-so many tiles that their slices would take more than MAX_PARTIALS_BYTES, one program goes through all of them. Neither
+more tiles than have room for their slices in MAX_PARTIALS_BYTES, one program goes through all of them. Neither
 that choice nor the tile changes a bit, so both may follow from the number of rows.
 """
 
