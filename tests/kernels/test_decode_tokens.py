@@ -137,11 +137,16 @@ def shifted(device: str, dim: int = 64) -> tuple[PagedCase, torch.Tensor, torch.
 
 
 def check_shifted(case: PagedCase, queries: torch.Tensor, guarded: torch.Tensor, backend: Backend) -> None:
-    """Rows are where cu_seqlens_q says, have the bits of a call without it, and nothing behind `out` is written."""
-    pages = (case.k_pages, case.v_pages)
-    _, lse = with_lse(
-        decode_attention, queries[:2], *pages, case.block_tables, case.seqlens_k,
-        cu_seqlens_q=case.cu_seqlens_q, max_q_tokens=1, out=guarded[:2], backend=backend,
+    """Rows are where cu_seqlens_q says, have the bits of a call without it, and nothing behind `out` is written.
+
+    Nor is it behind `lse`: the log-sum-exps lie at the head of a larger buffer for that.
+    """
+    pages, heads = (case.k_pages, case.v_pages), queries.shape[1]
+    sums = torch.full((heads * 6,), 7.0, device=queries.device)
+    lse = sums[: heads * 2].view(heads, 2)
+    decode_attention(
+        queries[:2], *pages, case.block_tables, case.seqlens_k,
+        cu_seqlens_q=case.cu_seqlens_q, max_q_tokens=1, out=guarded[:2], lse=lse, backend=backend,
     )  # fmt: skip
     alone, alone_lse = with_lse(
         decode_attention,
@@ -154,6 +159,7 @@ def check_shifted(case: PagedCase, queries: torch.Tensor, guarded: torch.Tensor,
     assert_same_bits(guarded[:2].clone(), alone)
     assert_same_bits(lse, alone_lse)
     assert bool((guarded[2:] == 7.0).all())
+    assert bool((sums[heads * 2 :] == 7.0).all())
 
 
 def test_a_sequence_without_a_query_moves_no_row(target: Target) -> None:

@@ -88,7 +88,9 @@ def calls(case: PagedCase) -> list[Callable[[], object]]:
         lambda: expert_layer(rows),
         *state_calls(),
         lambda: rotate_append_latent(latents.clone()[:, None], latents, *latent_places, **norm) or own[0],
-        lambda: rotate_append_latent(latents[:, None], latents, slots, None, *latent_places[2:], **norm) or own[0],
+        lambda: (
+            rotate_append_latent(latents.clone()[:, None], latents, slots, None, *latent_places[2:], **norm) or own[0]
+        ),
         lambda: gather_latent(latent_pages, *where, total),
         lambda: gather_pages(*args, case.cu_seqlens_k, total)[1],
         lambda: scatter_pages(k, v, *own, case.block_tables, case.cu_seqlens_k) or own[1],
