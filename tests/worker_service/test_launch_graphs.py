@@ -91,8 +91,9 @@ def test_a_single_prompt_of_few_tokens_has_a_graph_of_its_own() -> None:
     kinds, several = [(4, SHORT_KEYS), (1, 0), (4, 0)], [(4, 0)]
     assert {size for size, found in prompts(limits).items() if found == kinds} == {(0, 16), (0, 32), (4, 16)}
     assert all(found in (kinds, several) for found in prompts(limits).values())
-    assert all(found == several for found in prompts(limits._replace(has_states=(False, True))).values())
-    assert all(found == [(1, 0)] for found in prompts(limits._replace(max_num_seqs=1)).values())
+    with_states, single = prompts(limits._replace(has_states=(False, True))), prompts(limits._replace(max_num_seqs=1))
+    assert with_states and all(found == several for found in with_states.values())
+    assert single and all(found == [(1, 0)] for found in single.values())
     over_latents = prompts(limits._replace(max_prompt_keys=2048))
     assert {count for found in over_latents.values() for count, _ in found} == {4}
 
