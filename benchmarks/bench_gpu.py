@@ -30,6 +30,7 @@ from benchmarks import (
     gpu_compressed_rows,
     gpu_experts,
     gpu_mla,
+    gpu_mla_decode,
     gpu_moves,
     gpu_ops,
     gpu_sparse,
@@ -39,11 +40,12 @@ from benchmarks.gpu_targets import target
 from benchmarks.gpu_timer import Timer, ceilings
 from benchmarks.host import commit, gpu, short_name
 from benchmarks.measurement import Measurement, Work
-from benchmarks.report import RESULTS, save
+from benchmarks.report import RESULTS, save, write
 
 AREAS = {
     **gpu_attention.AREAS,
     **gpu_mla.AREAS,
+    **gpu_mla_decode.AREAS,
     **gpu_ops.AREAS,
     **gpu_moves.AREAS,
     **gpu_experts.AREAS,
@@ -97,11 +99,10 @@ def measure(measurement: Measurement, clock: Clock, limits: dict[str, float] | N
     return row
 
 
-def measured(areas: Iterable[str], timer: Timer, limits: dict[str, float]) -> Iterator[Row]:
-    for area in areas:
-        for make in AREAS[area]:
-            for measurement in make():
-                yield measure(measurement, timer.side_by_side, limits)
+def measured(area: str, timer: Timer, limits: dict[str, float]) -> Iterator[Row]:
+    for make in AREAS[area]:
+        for measurement in make():
+            yield measure(measurement, timer.side_by_side, limits)
 
 
 def about_device() -> dict[str, str | None]:
@@ -150,14 +151,19 @@ def model_figures() -> dict[str, object]:
     return {name: value for name, value in report.items() if isinstance(value, dict)}
 
 
-def run(areas: Iterable[str]) -> tuple[dict[str, object], list[Row]]:
+def run(areas: Sequence[str], out: Path) -> tuple[dict[str, object], list[Row]]:
+    """Returns the report and its rows; it is in `out` after each area already, with the areas that it lacks."""
     timer = Timer()
     limits = ceilings(timer)
-    rows = []
-    for row in measured(areas, timer, limits):
-        rows.append(row)
-        print(f"{row.op} {row.case}: {row.figure} {row.unit}", file=sys.stderr, flush=True)
-    return {**about_device(), "ceilings": limits, "rows": [asdict(row) for row in rows]}, rows
+    rows: list[Row] = []
+    report: dict[str, object] = {**about_device(), "ceilings": limits, "rows": []}
+    for nth, area in enumerate(areas):
+        for row in measured(area, timer, limits):
+            rows.append(row)
+            print(f"{row.op} {row.case}: {row.figure} {row.unit}", file=sys.stderr, flush=True)
+        report["rows"] = [asdict(row) for row in rows]
+        write({**report, "lacks": areas[nth + 1 :]}, out)
+    return report, rows
 
 
 def main() -> None:
@@ -167,11 +173,12 @@ def main() -> None:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("bench_gpu needs a CUDA device")
-    report, rows = run([area for area in arguments.only if area != MODEL])
+    out = arguments.out or result_path()
+    report, rows = run([area for area in arguments.only if area != MODEL], out)
     if MODEL in arguments.only:
         torch.cuda.empty_cache()
         report["model"] = model_figures()
-    save(report, arguments.out or result_path())
+    save(report, out)
     Console(width=180).print(shown(rows))
     sys.exit(0 if all(row.figure is not None for row in rows) else 1)
 

@@ -37,7 +37,7 @@ DECODES = (
 # Lengths drawn from 1 to 8,192.
 MIXED_DECODES = (16, 64, 256)
 # One sequence of this many keys, among others of 1,000.
-LONG_AMONG_SHORT = (31, 60000)
+LONG_AMONG_SHORT = ((15, 60000), (31, 60000))
 DECODES_OF_CODES = ((1, 32768), (16, 4096), (64, 4096), (256, 4096))
 HEADS = (SHAPE.q_heads, SHAPE.kv_heads, SHAPE.dim)
 # Of windowed layers: query heads, kv heads, dim, window; and the batches.
@@ -193,7 +193,7 @@ AREAS: dict[str, tuple[Maker, ...]] = {
     "decode": (
         *(partial(decode, *sizes) for sizes in DECODES),
         *(partial(decode_mixed, sequences) for sequences in MIXED_DECODES),
-        partial(decode_long_among_short, *LONG_AMONG_SHORT),
+        *(partial(decode_long_among_short, *sizes) for sizes in LONG_AMONG_SHORT),
         *(partial(decode_codes, *sizes) for sizes in DECODES_OF_CODES),
         *(partial(decode_window, *sizes) for sizes in WINDOWED_DECODES),
     ),

@@ -1,4 +1,4 @@
-"""What is measured of latent attention: prompts, decode steps, the projection, appends, and the two paths of an extend.
+"""What is measured of latent attention: prompts, the projection, appends, and the two paths of an extend.
 
 The shapes are DeepSeek-V3's: 128 heads on one card, or the 16 that one of eight cards holds.
 """
@@ -6,7 +6,6 @@ The shapes are DeepSeek-V3's: 128 heads on one card, or the 16 that one of eight
 from __future__ import annotations
 
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from benchmarks.gpu_peers import made_by_flashinfer, workspace
 from benchmarks.measurement import (
     GEMM,
     OUT_TOLERANCE,
-    READ,
     ROUNDING,
     TOKENS,
     Maker,
@@ -30,7 +28,6 @@ from benchmarks.measurement import (
 from kernels.backend import Backend
 from kernels.gather_latent import gather_latent
 from kernels.mla import MlaPath, mla_extend, plan_extend
-from kernels.mla_decode import MlaDecodePlan, mla_decode
 from kernels.mla_prefill import MlaPrefillPlan, mla_prefill
 from kernels.project_latents import project_latents
 from kernels.rotate_append_latent import rotate_append_latent
@@ -42,10 +39,7 @@ SCALE = (NOPE + ROPE) ** -0.5
 PAGE = 64
 BF16 = torch.bfloat16
 
-PREFILLS = ((4, 4096, 512), (4, 0, 4096))
-DECODES = ((128, 64, 8192), (16, 64, 8192), (128, 1, 8192), (16, 16, 4096))
-# Cuts by load, which `fast` asks for.
-DECODES_BY_LOAD = ((128, 64, 8192), (128, 1, 8192), (64, 64, 8192))
+PREFILLS = ((4, 4096, 512), (4, 0, 4096), (16, 0, 1024), (1, 8192, 4096))
 APPENDS = ((128, 16), (128, 4096), (16, 65536))
 PROJECTIONS = ((16384, 128),)
 # Where the two paths meet; kernels/mla/rule.py holds what follows from it.
@@ -98,42 +92,6 @@ def ragged_peer(
     sizes = (heads, heads, NOPE + ROPE)
     wrapper.plan(*bounds, *sizes, head_dim_vo=VALUE, causal=True, sm_scale=SCALE, q_data_type=BF16)
     return (Peer("flashinfer", partial(wrapper.run, q, k, v, out=torch.empty_like(v[: q.shape[0]])), amount),)
-
-
-def decode(heads: int, sequences: int, length: int, *, by_load: bool = False) -> list[Measurement]:
-    """TFLOP/s where all heads are here, GB/s of latents read where memory bounds the few."""
-    pages, tables = paged(sequences, length)
-    lengths = torch.full((sequences,), length, dtype=torch.int32, device="cuda")
-    q = random(sequences, heads, WIDTH)
-    plan = MlaDecodePlan(sequences, length, heads, by_load=by_load)
-    plan.prepare(lengths)
-    out = torch.full((sequences, heads, LATENT), float("nan"), dtype=BF16, device="cuda")
-
-    def call(backend: Backend = Backend.AUTO) -> torch.Tensor:
-        if backend is Backend.REFERENCE:
-            return mla_decode(q, pages, tables, lengths, scale=SCALE, backend=backend)
-        return mla_decode(q, pages, tables, lengths, scale=SCALE, plan=plan, out=out)
-
-    many = heads > 16
-    amount = 2e-12 * sequences * length * heads * (WIDTH + LATENT) if many else 2e-9 * sequences * length * WIDTH
-    peers = absorbed_peer(q, pages, tables, lengths, amount)
-    name = f"{heads} heads B{sequences} L{length}" + (", by load" if by_load else "")
-    return against_reference("mla_decode", name, amount, call, GEMM if many else READ, peers)
-
-
-@made_by_flashinfer
-def absorbed_peer(
-    _flashinfer: Any, q: torch.Tensor, pages: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor, amount: float
-) -> tuple[Peer, ...]:
-    """FlashInfer's absorbed decode."""
-    wrapper = import_module("flashinfer.mla").BatchMLAPagedAttentionWrapper(workspace(), backend="fa3")
-    sequences, count = tables.shape
-    starts = torch.arange(sequences + 1, dtype=torch.int32, device="cuda")
-    sizes = (q.shape[1], LATENT, ROPE, PAGE)
-    wrapper.plan(starts, starts * count, tables.flatten(), lengths, *sizes, False, SCALE, BF16, BF16)
-    parts = [rows.contiguous() for rows in q.split([LATENT, ROPE], dim=-1)]
-    latents = [rows.contiguous() for rows in pages.split([LATENT, ROPE], dim=-1)]
-    return (Peer("flashinfer", partial(wrapper.run, *parts, *latents, return_lse=False), amount),)
 
 
 def append(heads: int, tokens: int) -> list[Measurement]:
@@ -217,10 +175,6 @@ def extend(heads: int, sequences: int, cached: int, new: int) -> list[Measuremen
 
 AREAS: dict[str, tuple[Maker, ...]] = {
     "mla_prefill": tuple(partial(prefill, *sizes) for sizes in PREFILLS),
-    "mla_decode": (
-        *(partial(decode, *sizes) for sizes in DECODES),
-        *(partial(decode, *sizes, by_load=True) for sizes in DECODES_BY_LOAD),
-    ),
     "mla_append": tuple(partial(append, *sizes) for sizes in APPENDS),
     "mla_project": tuple(partial(project, *sizes) for sizes in PROJECTIONS),
     "mla_extend": tuple(partial(extend, *sizes) for sizes in EXTENDS),

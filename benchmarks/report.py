@@ -28,8 +28,11 @@ def rounded(value: Any) -> Any:
 
 def save(report: Mapping[str, object], out: Path | None) -> None:
     """Prints the report, and writes it where it is to be kept."""
-    text = json.dumps(report, indent=2) + "\n"
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(text)
-    print(text, end="")
+        write(report, out)
+    print(json.dumps(report, indent=2))
+
+
+def write(report: Mapping[str, object], out: Path) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(report, indent=2) + "\n")
