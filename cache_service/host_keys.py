@@ -22,10 +22,10 @@ from redis.exceptions import RedisError
 from cache_service.clear_marks import ClearMarks
 from cache_service.core.cache_manager import CacheManager
 from cache_service.core.host.host_key import scan_prefix
+from cache_service.key_scan import find_keys, with_ends_ms
 from session.protocol import SENTINEL_KEY
 
 ADOPTED_AT_ONCE = 512
-ASKED_AT_ONCE = 64
 
 # How far apart two touched keys end: more than what a command's way to the store varies by.
 TOUCH_GAP_MS = 4
@@ -257,8 +257,8 @@ class RedisHostKeys:
                 await self._delete_rows(fingerprint)
                 self._manager.tiers.end_scan(tier, fingerprint)
                 return
-            async for keys in self._find(scan_prefix(fingerprint)):
-                found += await self._with_ends_ms(keys)
+            async for keys in self._keys_of(fingerprint):
+                found += await with_ends_ms(self._client, keys)
         except FAILURES:
             self._scanned.discard((tier, fingerprint))
             return
@@ -275,37 +275,10 @@ class RedisHostKeys:
 
     async def _delete_rows(self, fingerprint: bytes) -> None:
         """Deletes the rows of a Clear call that an earlier service did not finish."""
-        async for keys in self._find(scan_prefix(fingerprint)):
+        async for keys in self._keys_of(fingerprint):
             await self._client.unlink(*keys)
         await self._marks.drop(fingerprint)
         log.info("rows of an unfinished Clear call deleted")
 
-    async def _with_ends_ms(self, keys: list[bytes]) -> list[tuple[int, bytes]]:
-        """Returns when each key expires, in ms on the store's clock; asked for a few at a time, since that clock goes
-        on."""
-        found: list[tuple[int, bytes]] = []
-        for at in range(0, len(keys), ASKED_AT_ONCE):
-            some = keys[at : at + ASKED_AT_ONCE]
-            async with self._client.pipeline(transaction=True) as pipeline:
-                pipeline.time()
-                for key in some:
-                    pipeline.pttl(key)
-                (seconds, micros), *lives_ms = await pipeline.execute()
-            now_ms = seconds * 1000 + micros // 1000
-            found += zip((now_ms + life_ms for life_ms in lives_ms), some, strict=True)
-        return found
-
-    async def _find(self, prefix: bytes) -> AsyncIterator[list[bytes]]:
-        cursor = 0
-        while True:
-            cursor, keys = await self._client.scan(cursor, match=_literal(prefix) + b"*", count=512)
-            if keys:
-                yield keys
-            if not cursor:
-                return
-            await asyncio.sleep(self._config.scan_pause_s)
-
-
-def _literal(text: bytes) -> bytes:
-    """Returns a glob that matches exactly this text."""
-    return b"".join(b"\\" + bytes((byte,)) if byte in b"*?[]^-\\" else bytes((byte,)) for byte in text)
+    def _keys_of(self, fingerprint: bytes) -> AsyncIterator[list[bytes]]:
+        return find_keys(self._client, scan_prefix(fingerprint), self._config.scan_pause_s)

@@ -12,7 +12,8 @@ import pytest
 from redis import Redis
 
 from cache_service.core.host.host_key import HostKey, build_key
-from cache_service.host_keys import HostKeysConfig, InvalidRedisUrl, RedisHostKeys, _literal, open_client
+from cache_service.host_keys import HostKeysConfig, InvalidRedisUrl, RedisHostKeys, open_client
+from cache_service.key_scan import literal
 from session.protocol import SENTINEL_KEY
 from session.words import PageHash
 from tests.redis_process import RedisProcess, find_redis_binary
@@ -294,4 +295,4 @@ def test_a_wrong_url_is_a_clear_error_without_the_password(url: str) -> None:
 
 
 def test_prefixes_are_taken_literally() -> None:
-    assert _literal(b"a*[b]:?") == rb"a\*\[b\]:\?"
+    assert literal(b"a*[b]:?") == rb"a\*\[b\]:\?"
