@@ -11,7 +11,10 @@ from cli.app import JsonOption, app, fail
 from cli.output import Output, table
 from cli.preflight import check_packages
 
-STORED_EXPERTS = "On a GPU experts in fp8 and mxfp4 stay so, unless expert_weights is dequantised; all else gets dtype."
+STORED_EXPERTS = (
+    "On a GPU experts in fp8 and mxfp4 stay as they are stored, unless expert_weights is dequantised. All other "
+    "weights get the model's dtype.\nfp8 of DeepSeek V4 may have its experts in mxfp4 (expert_dtype fp4)."
+)
 
 
 class Served(NamedTuple):

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from cli import addresses
+from cli import addresses, cluster, serve
 from cli.addresses import CannotStart, choose, connectable, free_port
 from cli.devices import has_gpu, placements
+from cli.evaluation import command as evaluation
 from cli.preflight import start_limit_s
 from register_qa import MODEL_FOLDER
 from tests.cli.command import Running, ask, pauses, stemcache
 from tests.cli.conftest import start_service
+from worker_service import config
 
 
 def test_ctrl_c_ends_every_child_even_while_a_request_runs(tmp_path: Path) -> None:
@@ -289,6 +291,13 @@ def test_a_worker_has_time_for_its_weights(tmp_path: Path) -> None:
         weights.truncate(140 * 10**9)
     assert start_limit_s(str(tmp_path)) == 300 + 1400
     assert start_limit_s("someone/large") >= 3600
+
+
+def test_choices_are_those_of_the_worker() -> None:
+    """Written again in the command, which is in the cache service's image too, where no worker is."""
+    assert serve.DEVICES == config.DEVICES
+    assert evaluation.KV_DTYPES == config.KV_DTYPES
+    assert set(cluster.HOST_TIERS) == {"auto", *config.TIERS}
 
 
 def test_workers_on_one_gpu_share_its_memory() -> None:

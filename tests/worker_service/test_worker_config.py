@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from kernels.backend import Backend
 from kernels.errors import KernelArgumentError
 from kernels.prefill_attention.segments import check_segment_tokens
 from rpc.settings import SettingsError, describe
+from worker_service import config
 from worker_service.config import load_config
+from worker_service.model import device
+from worker_service.model.gemm_dispatch import Invariance
 
 
 def test_flags_win_over_the_environment_and_that_over_the_defaults() -> None:
@@ -58,6 +62,15 @@ def test_segments_of_attention_are_what_the_kernel_takes(tokens: int) -> None:
         config = load_config(["--model", "m", "--attention-segment-tokens", str(tokens)], {})
         assert describe(config)["attention_segment_tokens"] == str(tokens)
     assert load_config(["--model", "m"], {}).attention_segment_tokens == 0
+
+
+def test_choices_are_those_that_a_model_takes() -> None:
+    """Settings are read before PyTorch is imported, so they name what a model knows a second time."""
+    assert ("auto", *device.KV_DTYPES) == config.KV_DTYPES
+    assert ("auto", *device.DTYPES) == config.DTYPES
+    assert config.EXPERT_WEIGHTS == device.EXPERT_WEIGHTS
+    assert set(config.INVARIANCES) == {invariance.value for invariance in Invariance}
+    assert set(config.BACKENDS) <= {backend.value for backend in Backend}
 
 
 def test_bits_depend_on_no_other_request_unless_speed_is_asked_for() -> None:

@@ -60,12 +60,7 @@ class AttentionPlans:
         *,
         segment_tokens: int = 0,
     ) -> None:
-        self.mixers = {
-            number: mixer
-            for number, layer in enumerate(spec.layers)
-            for mixer in layer.mixers
-            if isinstance(mixer, AttentionSpec)
-        }
+        self.mixers = attention_mixers(spec)
         self.backend = backend
         self.segment_tokens = segment_tokens
         self._max_num_seqs, self._max_tokens = max_num_seqs, max_tokens
@@ -101,6 +96,21 @@ class AttentionPlans:
         }
 
 
+def attention_mixers(spec: ModelSpec) -> dict[int, AttentionSpec]:
+    """Returns the layers with attention over keys and values of heads, by number."""
+    return {
+        number: mixer
+        for number, layer in enumerate(spec.layers)
+        for mixer in layer.mixers
+        if isinstance(mixer, AttentionSpec)
+    }
+
+
+def _head_shapes(spec: ModelSpec) -> list[tuple[int, int, int]]:
+    """Returns query heads, KV heads and elements of a head, each combination once."""
+    return list(dict.fromkeys(plan_key(mixer)[:3] for mixer in attention_mixers(spec).values()))
+
+
 def plan_key(mixer: AttentionSpec) -> PlanKey:
     return PlanKey(mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, mixer.window_tokens)
 
@@ -111,7 +121,7 @@ def reason_against_segments(
     """Returns why no layer computes prompts by segments of keys, whatever the setting; None where some may."""
     if backend is Backend.REFERENCE or not is_hopper(device):
         return "only the kernel for Hopper GPUs has segments"
-    mixers = [mixer for layer in spec.layers for mixer in layer.mixers if isinstance(mixer, AttentionSpec)]
+    mixers = attention_mixers(spec).values()
     dims = [mixer.head_dim for mixer in mixers if segment_keys(1, mixer.head_dim, mixer.window_tokens)]
     if not dims:
         return "no layer attends to all keys with heads of up to 128 elements"
@@ -124,9 +134,7 @@ def segments_workspace_bytes(spec: ModelSpec, segment_tokens: int, device: torch
     """Returns the memory that prompts by segments of keys take beside the pools: states for each shape of heads."""
     if not is_hopper(device):
         return 0
-    mixers = (mixer for layer in spec.layers for mixer in layer.mixers if isinstance(mixer, AttentionSpec))
-    shapes = dict.fromkeys(plan_key(mixer)[:3] for mixer in mixers)
-    dims = [dim for _, _, dim in shapes if segment_keys(segment_tokens, dim, window=0)]
+    dims = [dim for _, _, dim in _head_shapes(spec) if segment_keys(segment_tokens, dim, window=0)]
     return sum(states_bytes(dim, num_multiprocessors(device)) for dim in dims)
 
 
@@ -134,9 +142,8 @@ def few_rows_workspace_bytes(spec: ModelSpec, segment_tokens: int, device: torch
     """Returns the memory that prompts of few tokens take beside the pools: a scratch for each shape of heads."""
     if segment_tokens or not is_hopper(device):
         return 0
-    mixers = (mixer for layer in spec.layers for mixer in layer.mixers if isinstance(mixer, AttentionSpec))
-    shapes = dict.fromkeys(plan_key(mixer)[:3] for mixer in mixers)
-    return sum(few_rows_bytes(dim) for q_heads, kv_heads, dim in shapes if shares(q_heads // kv_heads, dim))
+    shared = (dim for q_heads, kv_heads, dim in _head_shapes(spec) if shares(q_heads // kv_heads, dim))
+    return sum(few_rows_bytes(dim) for dim in shared)
 
 
 class PagedHeads:

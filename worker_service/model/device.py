@@ -16,7 +16,8 @@ from worker_service.model.weight_formats import ExpertFormat
 
 # What pages may hold instead of the model's own dtype.
 KV_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn}
-STORED, DEQUANTISED = EXPERT_WEIGHTS = ("stored", "dequantised")
+STORED = "stored"
+EXPERT_WEIGHTS = (STORED, "dequantised")
 # The least compute capability whose compiler converts to e4m3, and from it.
 E4M3_CAPABILITY = (8, 9)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

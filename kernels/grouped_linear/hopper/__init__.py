@@ -44,6 +44,7 @@ def reason_against(x: torch.Tensor, weight: object) -> str | None:
         return "needs a weight of fp8, or of mxfp4 as packed_experts returns it"
     if x.dtype not in (torch.bfloat16, torch.float16):
         return f"needs 16-bit rows, got {x.dtype}"
+    # In elements, though copies need it in bytes: of an argument the compiler knows only whether 16 divides it.
     if x.stride(0) % ALIGNED_BYTES or x.data_ptr() % ALIGNED_BYTES:
         return f"needs rows of x that are multiples of {ALIGNED_BYTES} elements apart"
     return _reason_against_values(weight.values)
