@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from cache_service.core.base.types import Cleared, Event, Removed, Stored
-from session.words import GroupKind, MissReason, Namespace
+from session.words import GroupKind, Namespace
 from tests.core.driver import FakeWorker
 from tests.core.tree_view import Path, check_contents, node_ends, standing
 from tests.core.world import Live
@@ -304,8 +304,3 @@ class Oracle:
             newest = max(self.stamps.get(p, 0) for p in gone)
             oldest = min(max(self.stamps.get(p, 0), self.bared.get(p, 0)) for p in stayed)
             assert newest <= oldest, "a younger leaf went before an older one"
-
-
-def explainable(reason: MissReason) -> bool:
-    """A worker may hear any reason but the one about another tenant."""
-    return reason != MissReason.OTHER_SALT

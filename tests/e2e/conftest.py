@@ -15,9 +15,6 @@ from tests.e2e.client import Client, open_client
 from tests.e2e.processes import ServiceProcess, cache_process, worker_process
 from tests.redis_process import RedisProcess, find_redis_binary
 
-StartCache = Callable[..., ServiceProcess]
-StartWorkers = Callable[..., list[ServiceProcess]]
-
 
 @dataclass(frozen=True)
 class Cluster:

@@ -1,13 +1,12 @@
-"""A host tier that measures what each call moved and how long it took.
+"""A host tier that counts what each call moved.
 
 The figures go to a callback, as values.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from typing import Literal, NamedTuple
 
 from session.words import HostTierKind
@@ -18,25 +17,19 @@ Operation = Literal["put", "get"]
 
 
 class Measure(NamedTuple):
-    """One call: `num_done` of `num_values` values were stored or found; `failed` when a HostTierError ended it."""
+    """One call: the bytes of what was stored or found; `failed` when a HostTierError ended it."""
 
     operation: Operation
-    num_values: int
-    num_done: int
     num_bytes: int
-    seconds: float
-    failed: bool
+    failed: bool = False
 
 
 class MeteredTier:
     """A HostTier around another; `record` is called in the thread of the call, once for each, and must not block."""
 
-    def __init__(
-        self, inner: HostTier, record: Callable[[Measure], None], clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, inner: HostTier, record: Callable[[Measure], None]) -> None:
         self._inner = inner
         self._record = record
-        self._clock = clock
 
     @property
     def kind(self) -> HostTierKind:
@@ -46,29 +39,18 @@ class MeteredTier:
         return self._inner.identity()
 
     def put(self, keys: Sequence[bytes], values: Sequence[Sequence[bytes | memoryview]]) -> int:
-        start = self._clock()
-        try:
+        with self._failures("put"):
             done = self._inner.put(keys, values)
-        except HostTierError:
-            self._record(Measure("put", len(keys), 0, 0, self._clock() - start, failed=True))
-            raise
-        num_bytes = sum(memoryview(part).nbytes for value in values[:done] for part in value)
-        self._record(Measure("put", len(keys), done, num_bytes, self._clock() - start, failed=False))
+        self._record(Measure("put", sum(memoryview(part).nbytes for value in values[:done] for part in value)))
         return done
 
     def get(self, keys: Sequence[bytes], max_bytes: int) -> list[bytearray | None]:
-        start = self._clock()
-        try:
+        with self._failures("get"):
             values = self._inner.get(keys, max_bytes)
-        except HostTierError:
-            self._record(Measure("get", len(keys), 0, 0, self._clock() - start, failed=True))
-            raise
-        found = [len(value) for value in values if value is not None]
-        self._record(Measure("get", len(keys), len(found), sum(found), self._clock() - start, failed=False))
+        self._record(Measure("get", sum(len(value) for value in values if value is not None)))
         return values
 
     def put_parts(self, key: bytes, parts: Iterable[Sequence[bytes | memoryview]]) -> bool:
-        start = self._clock()
         num_bytes = 0
 
         def counted() -> Iterator[Sequence[bytes | memoryview]]:
@@ -77,31 +59,32 @@ class MeteredTier:
                 num_bytes += sum(memoryview(buffer).nbytes for buffer in part)
                 yield part
 
-        try:
+        with self._failures("put"):
             is_stored = self._inner.put_parts(key, counted())
-        except HostTierError:
-            self._record(Measure("put", 1, 0, 0, self._clock() - start, failed=True))
-            raise
-        done = int(is_stored)
-        self._record(Measure("put", 1, done, num_bytes * done, self._clock() - start, failed=False))
+        self._record(Measure("put", num_bytes if is_stored else 0))
         return is_stored
 
     def get_parts(self, key: bytes, num_parts: int, max_bytes: int) -> Generator[bytearray | None, None, None]:
-        start = self._clock()
-        num_found = num_bytes = 0
-        failed = False
+        num_bytes, failed = 0, False
         try:
             with closing(self._inner.get_parts(key, num_parts, max_bytes)) as parts:
                 for part in parts:
-                    num_found += part is not None
                     num_bytes += len(part or b"")
                     yield part
         except HostTierError:
-            failed, num_bytes = True, 0
+            failed = True
             raise
         finally:
-            is_whole = num_found == num_parts and not failed
-            self._record(Measure("get", 1, int(is_whole), num_bytes, self._clock() - start, failed))
+            self._record(Measure("get", 0 if failed else num_bytes, failed))
+
+    @contextmanager
+    def _failures(self, operation: Operation) -> Iterator[None]:
+        """Records a call that fails, and lets its error pass."""
+        try:
+            yield
+        except HostTierError:
+            self._record(Measure(operation, 0, failed=True))
+            raise
 
     def close(self) -> None:
         self._inner.close()
