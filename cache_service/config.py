@@ -61,7 +61,7 @@ class CacheConfig:
     )
     max_adopt_pages: int = setting(
         MANAGER.max_adopt_pages,
-        "Pages that one Step may adopt: 2 us of the loop each, 5 while somebody watches.",
+        "Pages that one Step may adopt: 2 us of the event loop each, 5 with watchers.",
         minimum=1,
     )
     max_kept_mb: int = setting(

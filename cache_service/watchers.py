@@ -57,7 +57,7 @@ class Stream(Protocol):
 
 
 class Watchers:
-    """Numbers events and hands them to bounded queues. `tell_watched` hears whether anybody watches."""
+    """Numbers events and hands them to bounded queues. `tell_watched` is told whether there is a watcher."""
 
     def __init__(
         self,

@@ -127,7 +127,7 @@ def pin(
 
 @app.command()
 def clear(
-    unused: Annotated[bool, typer.Option("--unused", help="Drop only what nobody holds.")] = False,
+    unused: Annotated[bool, typer.Option("--unused", help="Drop only what no live sequence holds.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Count what would be dropped; drop nothing.")] = False,
     salt: Annotated[
         str | None, typer.Option("--salt", callback=utf8, help="Only this tenant's namespace; default: all tenants'.")

@@ -1,4 +1,4 @@
-"""Whether a Hello, or the groups that somebody declares, make sense in themselves.
+"""Whether a Hello, or the groups of an attached engine, make sense in themselves.
 
 Checked when a Hello is decoded, and again by the manager, for callers that decode nothing.
 """

@@ -37,7 +37,7 @@ class SessionLimits(NamedTuple):
     max_step_items: int = MAX_STEP_ITEMS
     max_message_bytes: int = MAX_MESSAGE_BYTES
     max_name_chars: int = MAX_NAME_CHARS
-    # An adopted page takes 2 us of the manager, 5 us while somebody watches: at most 10 ms a Step.
+    # An adopted page takes 2 us of the manager, 5 us with watchers: at most 10 ms a Step.
     max_adopt_pages: int = 2_048
     # Eight prompts of the greatest length.
     max_kept_bytes: int = 32 << 20

@@ -96,7 +96,7 @@ class TierClient:
     def save(self, path: PagePath, ranges: Iterable[PageRange], payload: Callable[[int, int], Buffer]) -> int:
         """Writes those pages of the ranges that the tier lacks. Returns how many became findable.
 
-        `payload(group, page)` gives a page's bytes; nobody may write to them until this returns. What it raises comes
+        `payload(group, page)` gives a page's bytes; they must not change until this returns. What it raises comes
         through, and pages of a wrong length are not written.
         """
 

@@ -21,7 +21,7 @@ from tier_client.part_codec import (
     encode_part_header,
 )
 
-# What `host_part_kb` is where nobody sets it.
+# The default of `host_part_kb`, in bytes.
 PART_BYTES = 4 << 20
 
 

@@ -1,6 +1,6 @@
 """A value in parts in Redis: one hash, with a field for each part.
 
-Written under a name of its own, which is renamed when the last part is there: nobody finds half of a value. As one key
+Written under a name of its own, which is renamed when the last part is there: half a value is never found. As one key
 it expires, is renewed and is deleted whole. Redis copies one part at a time, so that a large value holds up no other
 client: to read a string of 233 MiB did for 110 ms, a part of 4 MiB for 7.
 """

@@ -19,7 +19,7 @@ from tier_client.values import Hit, PageGroup, PagePath
 
 # Pages of one read, after which those that came count.
 READ_PAGES = 32
-# What nobody asks for any more is dropped after this time.
+# What is not asked for any more is dropped after this time.
 KEPT_S = 30.0
 # How often ranks that found different boundaries (windows, states) read again, up to the least of them.
 MAX_ROUNDS = 4

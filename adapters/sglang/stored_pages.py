@@ -12,7 +12,7 @@ from tier_client.client import TierClient
 from tier_client.page_store import Buffer
 from tier_client.values import Hit, PagePath, PageRange
 
-# Answers whose pages nobody has asked for yet; the service's leases end by themselves too.
+# Answers whose pages were not asked for yet; the service's leases end by themselves too.
 MAX_HITS = 64
 
 

@@ -21,7 +21,7 @@ class BlockPages:
 
 @dataclass(frozen=True, slots=True)
 class LoadOrder:
-    """Read these pages into blocks that nobody else uses yet. `end_page`: where the request resumes then."""
+    """Read these pages into blocks that are not in use yet. `end_page`: where the request resumes then."""
 
     number: int
     request_id: str

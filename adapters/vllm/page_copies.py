@@ -62,7 +62,7 @@ class PageCopies:
         return staged, Event(self._save_stream)
 
     def place(self, group: int, blocks: Sequence[int], pages: torch.Tensor, after: Event) -> None:
-        """Copies these bytes to blocks that nobody uses, after the event `after`. They are there on return."""
+        """Copies these bytes to blocks that are not in use, after the event `after`. They are there on return."""
         after.hold_back(self._load_stream)
         with _on(self._load_stream):
             for rows in self._slices(group, len(blocks)):

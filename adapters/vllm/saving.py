@@ -16,7 +16,7 @@ from adapters.vllm.metadata import StageOrder, WriteOrder, WriteReport
 from session.words import HASH_BYTES
 from tier_client.values import PagePath, PageRange, Ticket
 
-# vLLM's block 0 is nobody's: a table has it where a window has left.
+# vLLM's block 0 belongs to no request: a table has it where a window has left.
 NULL_BLOCK = 0
 
 

@@ -199,7 +199,7 @@ class CacheManager:
         return max((upkeep.pin_softly(cache, namespace, tokens, until_ms) for cache in caches), default=0)
 
     def clearing(self, namespace: Namespace | None, unused_only: bool, dry_run: bool = False) -> clearing.Slices:
-        """Drops what is cached, on devices and in the host tier; with leases in scope only what nobody holds.
+        """Drops what is cached, on devices and in the host tier; with leases in scope only what none holds.
 
         To be run to its end; other calls may come between the slices. Raises LeasesInScope at the first one.
         """

@@ -79,7 +79,7 @@ class HostTier(Protocol):
     def put_parts(self, key: bytes, parts: Iterable[Seq[bytes | memoryview]]) -> bool:
         """Stores a value part by part, each given as buffers, as the iterable makes it.
 
-        A part may be overwritten when the next one is asked for. Nobody finds the value before its last part is stored.
+        A part may be overwritten when the next one is asked for. The value is found once its last part is stored.
         Returns False in a full store.
         """
         ...

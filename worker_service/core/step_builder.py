@@ -321,7 +321,7 @@ class StepBuilder:
         return max(least, min(spare // (2 * num_decode), config.max_decode_ahead_tokens))
 
     def _shrinks(self, room: MessageRoom) -> tuple[Shrink, ...]:
-        """Gives back the pages ahead of rows that decode, but for `decode_ahead_tokens`, while somebody lacks pages.
+        """Gives back the pages ahead of rows that decode, but for `decode_ahead_tokens`, while a sequence lacks pages.
 
         Launches in flight write to none of them, and the next one is planned without them.
         """

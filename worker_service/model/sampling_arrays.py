@@ -53,7 +53,7 @@ def sampling_arrays(sampled: Seq[SampledRow], size: int = 0) -> tuple[HostArray,
 
 @cache
 def _greedy(size: int) -> tuple[HostArray, ...]:
-    """Most launches' arrays, made once for each size. Nobody writes to them."""
+    """Most launches' arrays, made once for each size, and never written to."""
     off = {"top_k": ("i", 0), "top_p": ("f", 1.0), "repetition": ("f", 1.0), "slots": ("i", NO_SLOT)}
     off |= {"key_low": ("q", 0), "key_high": ("q", 0)}
     kinds = [off.get(name, ("f", 0.0)) for name in SamplingTensors._fields]

@@ -301,7 +301,7 @@ class ModelSpec:
     logits_scale      factor of the logits
     logits_softcap    c turns a logit s into c tanh(s / c); 0: off
     num_mtp_layers    layers behind the last one, for predicting further tokens: stored, and not computed
-    page_tokens       token slots of a page where nobody asks for another number
+    page_tokens       token slots of a page, unless a setting has another number
     weight_format     how the folder's tensors are stored
     streams           of a residual of several; None: it is one
     """

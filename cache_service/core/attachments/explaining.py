@@ -118,7 +118,7 @@ def _groups(
     told = []
     for group in attachment.groups:
         resident = bytes(flags[group.number])
-        limit = end if group.number in full else matched  # beyond what the FULL groups have nobody resumes
+        limit = end if group.number in full else matched  # no resume lies beyond what the FULL groups have
         usable = max(group.resume(resident, limit), local)
         # Of each kind: if that page were there, the group could resume behind it.
         missing = usable if usable < limit else None

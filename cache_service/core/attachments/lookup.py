@@ -151,7 +151,7 @@ def _take_lease(
         raise TooMany("lookup.lease", f"leases would hold {attachment.held_pages + len(held)} pages")
     # A use: the least recently used rows go first, and the store's times to live begin anew, tails before heads.
     index.touch(fingerprint, held)
-    # Between the pages that two groups read there may be ones that nobody wrote.
+    # Between the pages that two groups read there may be ones that were never written.
     keys = [key for page_hash in held if (key := fingerprint + page_hash) in index.rows]
     rows = tuple([(key, index.hold(key)) for key in keys])
     return attachment.add_lease(

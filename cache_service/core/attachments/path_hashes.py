@@ -1,4 +1,4 @@
-"""Page hashes of a path, computed as far as somebody asks. Tokens are chained as workers' prompts are.
+"""Page hashes of a path, computed as far as they are asked for. Tokens are chained as workers' prompts are.
 
 An id of a foreign engine names its page with all before it, so it is hashed alone, with the namespace: the same ids
 under another salt are other pages.

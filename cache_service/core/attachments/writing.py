@@ -58,7 +58,7 @@ def _admitted(
 ) -> tuple[list[tuple[int, bytes, int]], int]:
     """Returns page number, hash and groups of what is to be written, first pages first, and how many found no room.
 
-    Rows that nobody holds make room, so only what leases hold and what is being written takes from the quota. A store
+    Rows that no lease holds make room, so only what leases hold and what is being written takes from the quota. A store
     that fails takes nothing.
     """
     index, fingerprint = attachment.view.index, attachment.view.fingerprint

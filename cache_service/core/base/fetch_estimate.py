@@ -11,7 +11,7 @@ _MOST_DOUBLINGS = 40
 
 
 class FetchRates(NamedTuple):
-    """What somebody measured; 0: not known. The bytes are those of one rank."""
+    """Measured rates; 0: not known. The bytes are those of one rank."""
 
     compute_tokens_per_s: float = 0.0
     fetch_bytes_per_s: float = 0.0

@@ -32,7 +32,7 @@ class ManagerConfig:
     ghost_factor: int = 4
     host_ttl_ms: int = 86_400_000  # life of a value in a shared store after its last use
     host_renew_ms: int = 21_600_000  # a row in use is renewed at most this often
-    scans_host_tiers: bool = False  # whether somebody scans shared tiers; spills to one wait for `HostTiers.end_scan`
+    scans_host_tiers: bool = False  # whether shared tiers are scanned; spills to one wait for `HostTiers.end_scan`
     host_lease_ms: int = 60_000  # of an attached engine on host rows
     max_attachments: int = 256
     attachment_idle_ms: int = 600_000

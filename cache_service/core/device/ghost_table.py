@@ -73,7 +73,7 @@ _KINDS = (GhostKind.ONCE, GhostKind.ONCE, GhostKind.AGAIN, GhostKind.CLEARED)
 def mark_of(digest: bytes, page: int, tokens: bytes) -> int:
     """Returns the mark of a page; `tokens` are those of the page before it and its own.
 
-    Python's hash is keyed by the process, so nobody outside can choose tokens whose marks meet, and it takes 0.2 us.
+    Python's hash is keyed by the process, so no client can choose tokens whose marks meet, and it takes 0.2 us.
     """
     return hash((digest, page, tokens)) & _MARK_MASK
 

@@ -113,7 +113,7 @@ class HashIndex:
         self._hidden.pop(digest, None)
         self._hidden[digest] = self._stamp
         if len(self._hidden) > MAX_HIDDEN:
-            # Too many namespaces to remember: what their oldest could still find goes for everybody.
+            # Too many namespaces to remember: what their oldest could still find goes for all.
             _, floor = self._hidden.popitem(last=False)
             for key in [k for k, row in self.rows.items() if row.namespace is None and row.stamp <= floor]:
                 self._drop(key)
@@ -149,7 +149,7 @@ class HashIndex:
         return list(dict.__iter__(self.rows))
 
     def hidden_first(self, floor: int) -> Iterator[bytes]:
-        """Keys of rows up to that stamp, for somebody who drops each before asking for the next: rows that were written
+        """Yields keys of rows up to that stamp; the caller drops each before it asks for the next. Rows that were written
         since stand behind them."""
         while True:
             key = next(iter(self.rows), None)
@@ -252,7 +252,7 @@ class HashIndex:
             self.quota.let_go(row.num_bytes)
 
     def _oldest(self) -> bytes | None:
-        """Returns the least recently used row that nobody holds. Held ones before it are in use now."""
+        """Returns the least recently used row that no lease holds. Held ones before it are in use now."""
         while len(self.rows) > self.quota.num_held:
             key = next(iter(self.rows))
             row = self.rows[key]

@@ -115,7 +115,7 @@ class HostTiers:
             index.expire(now_ms - self._config.host_ttl_ms, MAX_TAKEN)
 
     def named(self) -> tuple[tuple[str, bytes], ...]:
-        """Returns (host_tier_id, fingerprint) of every shared tier that anybody named."""
+        """Returns (host_tier_id, fingerprint) of every shared tier that a worker or an engine named."""
         shared = self.shared.items()
         return tuple((tier_id, fingerprint) for tier_id, index in shared for fingerprint in index.group_bytes)
 

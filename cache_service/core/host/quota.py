@@ -1,6 +1,6 @@
 """The quota of a host tier: how many bytes its rows may take, and what counts where room is needed.
 
-rows that nobody holds    go, the least recently used first, once all rows together take more (`HashIndex.shrink`)
+rows that no lease holds  go, the least recently used first, once all rows together take more (`HashIndex.shrink`)
 rows that leases hold     count, and stay
 pages being written       count, from an attached engine's Reserve to its Commit
 """
@@ -23,7 +23,7 @@ class Quota:
 
     @property
     def room_bytes(self) -> int:
-        """Returns how much an attached engine may write: rows that nobody holds make room."""
+        """Returns how much an attached engine may write: rows that no lease holds make room."""
         return self.max_bytes - self.held_bytes - self.reserved_bytes
 
     def grow(self, num_bytes: int, *, is_held: bool) -> None:
@@ -39,12 +39,12 @@ class Quota:
             self.let_go(num_bytes)
 
     def hold(self, num_bytes: int) -> None:
-        """A row that nobody held is held now."""
+        """Counts a row that no lease held before."""
         self.num_held += 1
         self.held_bytes += num_bytes
 
     def let_go(self, num_bytes: int) -> None:
-        """Counts a row of `num_bytes` that nobody holds any more."""
+        """Counts a row of `num_bytes` that no lease holds any more."""
         self.num_held -= 1
         self.held_bytes -= num_bytes
 

@@ -24,7 +24,7 @@ class Group(ABC):
     """One group of one worker. Boundaries and pages are page numbers, unless their names say tokens.
 
     What a plan needs of the group, what a lease holds of it (`lease.holds[number]`) and what an adopt claims have types
-    of the kind's own, which nobody else looks into. `num_pages` counts the pages from a path's end to a plan's: those
+    of the kind's own, which are read there alone. `num_pages` counts the pages from a path's end to a plan's: those
     that a group without holes takes.
     """
 

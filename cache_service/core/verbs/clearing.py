@@ -2,7 +2,7 @@
 
 Without `unused_only` nothing old may be found once the first slice has run, though steps go on between the slices: the
 namespaces' trees are detached at once, and what they hold is freed slice by slice. Evictions may take some first.
-With it, what somebody holds at its slice stays.
+With it, what is held when its slice comes stays.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A run begins where its parent run ends, or at the start of a prompt. Pages of it that stand in the tree already stay as
 they are, its others are taken from the free ones. A page of a group with holes that is not free any more is left out.
-Nobody holds them afterwards: they may be evicted, those that came first before those that came later.
+No lease holds them afterwards: they may be evicted, those that came first before those that came later.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _start(cache: DeviceCache, run: CachedRun) -> _Start | str:
     if parent is None:
         return "the run before it was evicted"
     namespace = parent.node.root.namespace
-    # With `unused_only` the root stays, and so does a parent that somebody holds.
+    # With `unused_only` the root stays, and so does a parent that is held.
     if cache.restored.is_cleared(namespace) or cache.tree.roots.get(namespace) is not parent.node.root:
         return "the namespace was cleared"
     node = parent.node.holder(parent.end - 1)

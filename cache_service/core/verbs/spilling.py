@@ -176,7 +176,7 @@ def abandon_old(cache: DeviceCache, now_ms: int) -> None:
     """Ends the hold on pages of spills that were not acknowledged for too long.
 
     The worker may read them later, when they hold something else, and write that under the old keys. So until its
-    late ack, or its next Hello, these rows count as on their way: nobody spills them, and nothing makes them findable.
+    late ack, or its next Hello, these rows count as on their way: they are neither spilled nor findable.
     """
     while cache.transfers.spills:
         ticket, spill = next(iter(cache.transfers.spills.items()))  # the oldest

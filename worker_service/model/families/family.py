@@ -30,7 +30,7 @@ class Family(NamedTuple):
     kinds            those of the groups that its layers may need
     embeddings       name of the embeddings, and of the norm behind the last layer, as they are behind `model.`
     final_norm
-    page_tokens      token slots of a page where nobody asks for another number
+    page_tokens      token slots of a page, unless a setting has another number
     weight_formats   names of the formats in which its checkpoints may be stored
     renamed          the model's names of single tensors that are stored under others
     """
