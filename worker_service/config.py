@@ -87,8 +87,8 @@ class WorkerConfig:
     )
     state_interval_tokens: int = setting(
         512,
-        "How far apart a prompt leaves snapshots where no resume is known, while there are slots to spare; a multiple of "
-        "page_tokens; 0: none. For models with recurrent states.",
+        "How far apart a prompt leaves snapshots where no resume is known, while there are slots to spare; a multiple "
+        "of page_tokens; 0: none. For models with recurrent states.",
         minimum=0,
         maximum=1 << 20,
     )

@@ -149,8 +149,8 @@ class HashIndex:
         return list(dict.__iter__(self.rows))
 
     def hidden_first(self, floor: int) -> Iterator[bytes]:
-        """Yields keys of rows up to that stamp; the caller drops each before it asks for the next. Rows that were written
-        since stand behind them."""
+        """Yields keys of rows up to that stamp; the caller drops each before it asks for the next. Rows written since
+        stand behind them."""
         while True:
             key = next(iter(self.rows), None)
             if key is None or self.rows[key].stamp > floor:
