@@ -9,13 +9,16 @@ from pathlib import Path
 
 from cache_service.config import ENV_PREFIX as CACHE_PREFIX
 from cache_service.config import CacheConfig
-from tests.architecture.sources import ROOT, relative
+from tests.architecture.sources import PRODUCT, ROOT, relative
 from worker_service.config import ENV_PREFIX as WORKER_PREFIX
 from worker_service.config import WorkerConfig
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 VARIABLE = re.compile(r"STEMCACHE_(?:CACHE|WORKER)_[A-Z0-9_]+")
 SPAN = re.compile(r"`([^`\s]+)`")
+# A class, as `GroupLayout`.
+CLASS = re.compile(r"(?<![\w.])[A-Z][a-z]+[A-Z]\w+")
+CLASSES_OF_OTHERS = {"OffloadingSpec"}
 # Stands for a name that the reader chooses.
 PLACEHOLDER = re.compile(r"\b[A-Z]{2,}\b")
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
@@ -59,6 +62,19 @@ def test_paths_in_documents_exist() -> None:
             else:
                 found = not re.fullmatch(r"[\w/]+\.py", span) or span in names
             missing += [] if found else [f"{relative(path)}: {span}"]
+    assert not missing, missing
+
+
+def test_classes_in_documents_exist() -> None:
+    """Or something else of that name: a message, an RPC, a metric's label."""
+    known = set(CLASSES_OF_OTHERS)
+    for folder in (*PRODUCT, "benchmarks", "protos"):
+        for path in (ROOT / folder).rglob("*.py"):
+            known |= set(CLASS.findall(path.read_text(encoding="utf-8")))
+    missing = []
+    for path in documents():
+        for span in re.findall(r"`([^`\n]+)`", FENCE.sub("", path.read_text(encoding="utf-8"))):
+            missing += [f"{relative(path)}: {name}" for name in CLASS.findall(span) if name not in known]
     assert not missing, missing
 
 
