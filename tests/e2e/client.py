@@ -30,6 +30,12 @@ class Answer(NamedTuple):
         """Cached, fetched and computed tokens of the prompt."""
         return self.usage.cached_tokens, self.usage.fetched_tokens, self.usage.computed_tokens
 
+    @property
+    def varied_tokens(self) -> list[int]:
+        """The tokens; fails where they are few tokens in turn, which would show nothing."""
+        assert len(set(self.tokens)) > 5, "an answer of a few tokens in turn shows nothing"
+        return self.tokens
+
 
 def unused_salt() -> str:
     """A namespace that nobody used: the request runs cold."""
@@ -84,6 +90,13 @@ class Client:
                 usage = response.usage
             on_token(len(tokens))
         return Answer(tokens.tolist(), text, usage, tuple(told))
+
+    async def cold(self, worker: str, prompt: Sequence[int], max_tokens: int = 8) -> Answer:
+        """The answer of a run that reuses nothing; fails where it did."""
+        answer = await self.generate(worker, prompt, max_tokens, salt=unused_salt())
+        assert answer.usage.num_preemptions == 0, "the cold run was preempted"
+        assert answer.counts == (0, 0, len(prompt)), "the cold run was not cold"
+        return answer
 
     def stream(
         self,

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from benchmarks.serving.checkpoint import LLAMA_8B, write_checkpoint
-from tests.e2e.client import Answer, Client, unused_salt
+from tests.e2e.client import Client
 from tests.e2e.conftest import Starter
 from tests.e2e.processes import ServiceProcess
 from tests.redis_process import RedisProcess
@@ -74,19 +74,13 @@ def draw(request: pytest.FixtureRequest) -> Callable[[int], list[int]]:
     return lambda length: [source.randrange(CONFIG["vocab_size"]) for _ in range(length)]  # type: ignore[call-overload]
 
 
-async def cold(client: Client, worker: str, prompt: list[int], max_tokens: int) -> Answer:
-    answer = await client.generate(worker, prompt, max_tokens, salt=unused_salt())
-    assert answer.counts == (0, 0, len(prompt))
-    return answer
-
-
 async def test_a_cached_prompt_in_chunks_gives_the_cold_tokens(
     client: Client, machine: Machine, draw: Callable[[int], list[int]]
 ) -> None:
     prompt = draw(4600)
     runs = [await client.generate(machine.first, prompt, 32) for _ in range(2)]
     assert [run.counts for run in runs] == [(0, 0, 4600), (4592, 0, 8)]
-    reference = await cold(client, machine.first, prompt, 32)
+    reference = await client.cold(machine.first, prompt, 32)
     assert runs[0].tokens == reference.tokens
     assert runs[1].tokens == reference.tokens
     assert len(set(reference.tokens)) > 4, "the answer hardly varies, so it would not show a wrong page"
@@ -98,7 +92,7 @@ async def test_another_prefix_gives_another_answer(
     """Without this the comparisons above would prove nothing."""
     tail, answers = draw(40), []
     for _ in range(2):
-        answers.append((await cold(client, machine.first, draw(1600) + tail, 16)).tokens)
+        answers.append((await client.cold(machine.first, draw(1600) + tail, 16)).tokens)
     assert answers[0] != answers[1]
 
 
@@ -110,7 +104,7 @@ async def test_siblings_over_one_prefix_share_its_prefill(
     warm = await asyncio.gather(*(client.generate(machine.first, prompt, 16) for prompt in prompts))
     assert sum(answer.usage.computed_tokens for answer in warm) == 4096 + 8 * 512
     for answer, prompt in zip(warm, prompts, strict=True):
-        assert answer.tokens == (await cold(client, machine.first, prompt, 16)).tokens
+        assert answer.tokens == (await client.cold(machine.first, prompt, 16)).tokens
 
 
 async def test_a_fetched_prefix_gives_the_cold_tokens(
@@ -122,7 +116,7 @@ async def test_a_fetched_prefix_gives_the_cold_tokens(
     await client.idle(machine.cache)
     fetched = await client.generate(machine.second, prompt, 16)
     assert fetched.counts == (0, 1984, 16)
-    assert fetched.tokens == (await cold(client, machine.second, prompt, 16)).tokens
+    assert fetched.tokens == (await client.cold(machine.second, prompt, 16)).tokens
 
 
 async def test_a_sibling_in_mid_flight_gives_the_cold_tokens(
@@ -136,7 +130,7 @@ async def test_a_sibling_in_mid_flight_gives_the_cold_tokens(
     second = await client.generate(machine.first, prompt, 16)
     assert not first.done()
     assert second.counts == (336, 0, 2)
-    reference = (await cold(client, machine.first, prompt, 16)).tokens
+    reference = (await client.cold(machine.first, prompt, 16)).tokens
     assert second.tokens == reference
     assert (await first).tokens[:16] == reference
 

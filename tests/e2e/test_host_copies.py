@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from tests.e2e.client import Client, nothing_is_held, unused_salt
+from tests.e2e.client import Client, nothing_is_held
 from tests.e2e.conftest import Starter
 from tests.e2e.running import Draw
 from tests.e2e.test_host_tier import FETCHABLE, LENGTH, PAGES, VALUES, Pair, spill
@@ -43,7 +43,7 @@ async def test_copies_of_what_is_in_use_outlive_their_ttl_and_a_flush(
     for prompt, expected in zip(prompts, tokens, strict=True):
         answer = await client.generate(pair.there, prompt)
         assert answer.counts == (0, FETCHABLE, LENGTH - FETCHABLE)
-        cold = await client.generate(pair.there, prompt, salt=unused_salt())
+        cold = await client.cold(pair.there, prompt)
         assert answer.tokens == cold.tokens == expected
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from cli.client import StemcacheClient
-from tests.e2e.client import Client, unused_salt
+from tests.e2e.client import Client
 from tests.e2e.conftest import Starter
 from tests.redis_process import RedisProcess
 
@@ -28,7 +28,7 @@ async def test_fp8_pages_are_reused_and_exchanged(
     await client.until(cache.address, lambda stats: stats.host_tier.num_rows >= LENGTH // 16)
     hit = await client.generate(here.address, prompt)
     fetched = await client.generate(there.address, prompt)
-    cold = await client.generate(there.address, prompt, salt=unused_salt())
+    cold = await client.cold(there.address, prompt)
     counts = [answer.counts for answer in (first, hit, fetched, cold)]
     rest = LENGTH - FETCHABLE
     assert counts == [(0, 0, LENGTH), (FETCHABLE, 0, rest), (0, FETCHABLE, rest), (0, 0, LENGTH)]

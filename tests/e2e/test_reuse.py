@@ -7,21 +7,15 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 
 from protos.v1 import types_pb2
-from tests.e2e.client import Answer, Client, unused_salt
+from tests.e2e.client import Client
 from tests.e2e.conftest import Cluster, Starter
 
 Draw = Callable[[int], list[int]]
-
-
-async def cold(client: Client, worker: str, prompt: Sequence[int], max_tokens: int = 8) -> Answer:
-    answer = await client.generate(worker, prompt, max_tokens, salt=unused_salt())
-    assert answer.counts == (0, 0, len(prompt)), "the cold run was not cold"
-    return answer
 
 
 async def test_a_long_prompt_three_times(client: Client, cluster: Cluster, draw: Draw) -> None:
@@ -77,7 +71,7 @@ async def check_mid_flight(client: Client, worker: str, prompt: list[int], count
     first.cancel()
     await asyncio.wait([first])
     assert tokens[:8].tolist() == second.tokens
-    assert second.tokens == (await cold(client, worker, prompt)).tokens
+    assert second.tokens == (await client.cold(worker, prompt)).tokens
 
 
 async def test_a_shared_prompt_of_many_lines(client: Client, start: Starter, draw: Draw) -> None:
@@ -99,7 +93,7 @@ async def test_eight_equal_prompts_cost_one_prefill(client: Client, cluster: Clu
     computed = sorted(answer.usage.computed_tokens for answer in answers)
     assert computed == [4] * 7 + [2500]
     assert all(answer.tokens == answers[0].tokens for answer in answers)
-    assert answers[0].tokens == (await cold(client, worker, prompt)).tokens
+    assert answers[0].tokens == (await client.cold(worker, prompt)).tokens
 
 
 async def test_a_conversation_hits_what_was_generated_in_earlier_turns(
@@ -111,7 +105,7 @@ async def test_a_conversation_hits_what_was_generated_in_earlier_turns(
         answer = await client.generate(worker, history, 20)
         # The last token that was sampled never went through the model, so it has no KV.
         assert answer.counts == (known, 0, len(history) - known), f"turn {turn}"
-        assert answer.tokens == (await cold(client, worker, history, 20)).tokens
+        assert answer.tokens == (await client.cold(worker, history, 20)).tokens
         known = (len(history) + 20 - 1) // 16 * 16
         history = history + answer.tokens + draw(30)
 
@@ -124,7 +118,7 @@ async def test_requests_of_all_lengths_at_once_answer_as_when_alone(
     together = await asyncio.gather(*(client.generate(worker, prompt, 12) for prompt in prompts))
     for prompt, answer in zip(prompts, together, strict=True):
         assert sum(answer.counts) == len(prompt) == answer.usage.prompt_tokens
-        assert answer.tokens == (await cold(client, worker, prompt, 12)).tokens
+        assert answer.tokens == (await client.cold(worker, prompt, 12)).tokens
     await client.idle(cluster.cache)
 
 
@@ -143,7 +137,7 @@ async def test_a_tiny_pool_preempts_and_every_answer_is_right(
     )[0]
     prompts = [draw(40 + 9 * at) for at in range(6)]
     answers = await asyncio.gather(*(client.generate(worker.address, prompt, 60) for prompt in prompts))
-    alone = [await client.generate(worker.address, prompt, 60, salt=unused_salt()) for prompt in prompts]
+    alone = [await client.cold(worker.address, prompt, 60) for prompt in prompts]
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in alone]
     assert sum(answer.usage.num_preemptions for answer in answers) > 0
     stats = await client.idle(cache.address)

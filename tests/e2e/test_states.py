@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from protos.v1 import types_pb2, worker_pb2
-from tests.e2e.client import Client, unused_salt
+from tests.e2e.client import Client
 from tests.e2e.conftest import Starter
 from tests.e2e.processes import ServiceProcess
 from tests.e2e.running import Draw, healthy
@@ -182,7 +182,7 @@ async def test_the_turn_after_a_stop_string_goes_on_from_the_right_state(
     here, reused = served.here, 0
     for length in range(PAGE - 12, PAGE, 2):
         prompt = draw(length)
-        whole = await client.generate(here.address, prompt, ANSWER, salt=unused_salt())
+        whole = await client.cold(here.address, prompt, ANSWER)
         stop = next((char for char in whole.text[4:] if char.isascii() and char not in whole.text[:4]), "")
         if not stop:
             continue
@@ -223,7 +223,7 @@ async def test_a_model_of_states_alone_resumes_from_them(
     first = await client.generate(worker.address, prompt, 8)
     again = await client.generate(worker.address, prompt, 8)
     assert [first.counts, again.counts] == [(0, 0, 200), (192, 0, 8)]
-    cold_run = await client.generate(worker.address, prompt, 8, salt=unused_salt())
+    cold_run = await client.cold(worker.address, prompt, 8)
     assert again.tokens == first.tokens == cold_run.tokens
     stats = await client.until(cache.address, healthy)
     assert [group.name for group in stats.workers[0].groups] == ["state"]

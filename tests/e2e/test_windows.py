@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 
-from tests.e2e.client import Client, unused_salt
+from tests.e2e.client import Client
 from tests.e2e.conftest import Starter
 from tests.e2e.running import Draw, healthy
 from tests.e2e.test_reuse import check_mid_flight
@@ -85,7 +85,7 @@ async def test_hits_answer_as_cold_runs_do(client: Client, windowed: Windowed, d
     assert warm.counts == (320, 0, 13)
     branches = [prompt[:length] + draw(30) for length in (330, 200, 100)]
     hot = await asyncio.gather(*(client.generate(here, branch, 20) for branch in branches))
-    alone = [await client.generate(here, branch, 20, salt=unused_salt()) for branch in branches]
+    alone = [await client.cold(here, branch, 20) for branch in branches]
     assert warm.tokens == cold.tokens
     assert [answer.tokens for answer in hot] == [answer.tokens for answer in alone]
     assert hot[0].usage.cached_tokens > 0
@@ -93,7 +93,7 @@ async def test_hits_answer_as_cold_runs_do(client: Client, windowed: Windowed, d
     turn = prompt + cold.tokens + draw(20)
     second = await client.generate(here, turn, 20)
     assert second.usage.cached_tokens == (333 + 40 - 1) // 16 * 16
-    assert second.tokens == (await client.generate(here, turn, 20, salt=unused_salt())).tokens
+    assert second.tokens == (await client.cold(here, turn, 20)).tokens
 
     await client.idle(cache)
     fetched = await client.generate(there, prompt, 40)
