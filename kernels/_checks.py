@@ -1,7 +1,7 @@
 """Argument checks that the ops share: shapes, dtypes, strides, devices, overlaps.
 
 Reads only what the host knows, so a check never waits for the device; what lies in device memory (slots, lengths, page
-ids) is the caller's word.
+ids) is not checked.
 """
 
 from collections.abc import Sequence

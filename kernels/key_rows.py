@@ -1,4 +1,4 @@
-"""Rows of queries over the keys of their sequences: whose each one is, and how many keys it sees.
+"""Rows of queries over the keys of their sequences: the sequence of each one, and how many keys it sees.
 
 rows         | decode: one of each sequence | new tokens of prompt 0 | of prompt 1 | padding |
 sequences      0  1  2                        3  3  3  3               4  4          -1

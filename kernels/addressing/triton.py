@@ -1,4 +1,4 @@
-"""Offsets of elements inside one page, by layout, and whose a dense row is; jit functions that the ops' kernels call.
+"""Offsets of elements inside one page, by layout, and sequences of dense rows: jit functions that ops' kernels call.
 
 The caller adds page_id * stride_page in 64 bits. A page is small, so 32 bits do here.
 """

@@ -1,7 +1,7 @@
 """gather_latent in Triton: pure traffic, one program for a few rows of the result.
 
 Each row finds its own by a search in cu_seqlens_k, so no list of rows is
-built on the host and a batch may be as ragged as it likes.
+built on the host, and lengths may differ in any way.
 """
 
 import torch

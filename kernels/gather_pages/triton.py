@@ -1,7 +1,7 @@
 """gather_pages and scatter_pages in Triton: one program for a few dense tokens and a run of their columns.
 
 Each token finds its own by a search in cu_seqlens_k, so no list of tokens
-is built on the host and a batch may be as ragged as it likes.
+is built on the host, and lengths may differ in any way.
 """
 
 import torch

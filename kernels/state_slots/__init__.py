@@ -50,7 +50,7 @@ class StateSlots(NamedTuple):
 
 
 def check_slots(slots: StateSlots, num_rows: int, device: torch.device) -> None:
-    """Refuses arrays that are not dense int32 of one length on `device`; which slots they name is the caller's word."""
+    """Refuses arrays that are not dense int32 of one length on `device`; which slots they name is not checked."""
     for name, array in zip(slots._fields, slots, strict=True):
         size = slots.num_leaves if name.startswith("leave") and slots.leave_row.dim() == 1 else num_rows
         check_dense(f"slots.{name}", array, (size,), (torch.int32,), device)
