@@ -6,9 +6,10 @@ Latent attention needs two of them: into the latents' space and out of it.
 import torch
 
 from kernels._checks import KV_DTYPES, check_disjoint, check_rows, check_tensor
-from kernels.backend import Backend, uses_triton
+from kernels.backend import Backend, choose_backend
 from kernels.errors import KernelArgumentError
 from kernels.head_linear import reference
+from kernels.head_linear.hopper import reason_against
 
 __all__ = ["head_linear"]
 
@@ -34,7 +35,12 @@ def head_linear(
     check_disjoint("out", out, "weight", weight)
     if out.numel() == 0:
         return out
-    if uses_triton(backend, x):
+    route = choose_backend(backend, x, lambda: reason_against(x, weight, out))
+    if route is Backend.GLUON:
+        from kernels.head_linear.hopper.launch import launch as launch_gluon
+
+        launch_gluon(x, weight, out)
+    elif route is Backend.TRITON:
         from kernels.head_linear.triton import launch
 
         launch(x, weight, out)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
 from kernels.backend import Backend
 from kernels.errors import KernelArgumentError
 from kernels.head_linear import head_linear
+from kernels.head_linear.hopper import MOST_TOKENS, reason_against_case
 from tests.kernels.compare import assert_same_bits
 from tests.kernels.sparse_inputs import random_rows
 from tests.kernels.target import Target
@@ -81,3 +84,62 @@ def test_the_tiles_change_no_bit(
     for some in (slice(0, 64), slice(60, 124), slice(shape[0] - 3, shape[0])):
         part = torch.full_like(out[some], NAN)
         assert_same_bits(head_linear(x[some], weight, part, backend=target.backend), out[some])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, None),
+        ({"is_transposed": True}, None),
+        ({"shape": (MOST_TOKENS + 1, 2, 128, 64, 64)}, "needs at most 16 tokens, got 17"),
+        ({"shape": (1, 2, 96, 64, 64)}, "matrices of 96 x 64, not of multiples of 64 and at most 1024 deep"),
+        ({"shape": (1, 2, 1088, 64, 0)}, "matrices of 1088 x 64"),
+        ({"shape": (1, 2, 128, 64, 4)}, r"x not aligned to 16 bytes, strides \(264, 132, 1\)"),
+    ],
+)
+def test_what_the_kernel_for_few_tokens_takes(change: dict[str, object], message: str | None) -> None:
+    reason = reason_against_case(*rows_and_matrices(**{"shape": (1, 2, 128, 64, 64), **change}))  # type: ignore[arg-type]
+    assert reason is None if message is None else reason is not None and re.match(message, reason)
+
+
+def test_what_the_kernel_for_few_tokens_refuses() -> None:
+    x, weight, out = rows_and_matrices((1, 2, 128, 64, 64))
+    assert reason_against_case(x.half(), weight.half(), out.half()) == "torch.float16 rows"
+    gaps = weight.repeat_interleave(2, 2)[..., ::2]
+    assert str(reason_against_case(x, gaps, out)).startswith("matrices with gaps, strides")
+    with pytest.raises(KernelArgumentError, match="backend GLUON: needs a Hopper GPU"):
+        head_linear(x, weight, out, backend=Backend.GLUON)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("heads", [1, 16, 128])
+@pytest.mark.parametrize(("depth", "outputs", "carried"), [(128, 512, 64), (512, 128, 0), (192, 512, 64), (64, 64, 8)])
+def test_few_tokens_have_the_bits_of_the_plain_kernel(
+    heads: int, depth: int, outputs: int, carried: int, is_transposed: bool
+) -> None:
+    shape = (MOST_TOKENS, heads, depth, outputs, carried)
+    x, weight, out = rows_and_matrices(shape, is_transposed=is_transposed, device="cuda")
+    head_linear(x, weight, out, backend=Backend.TRITON)
+    for tokens in (1, 2, 7, 8, 9, MOST_TOKENS):
+        got = head_linear(x[:tokens], weight, torch.full_like(out[:tokens], NAN), backend=Backend.GLUON)
+        assert_same_bits(got, out[:tokens])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_few_tokens_wait_for_the_launch_before() -> None:
+    """Into the latents' space and back, again and again: a launch that read its rows too early would show."""
+    x, into, wide = rows_and_matrices((3, 16, 128, 512, 64), device="cuda")
+    _, back, _ = rows_and_matrices((3, 16, 512, 128, 64), is_transposed=True, device="cuda")
+    back = back / 64
+
+    def chain(backend: Backend) -> torch.Tensor:
+        rows = x
+        for _ in range(12):
+            latents = head_linear(rows, into, torch.empty_like(wide), backend=backend)
+            rows = head_linear(latents, back, torch.empty_like(x), backend=backend)
+        return rows
+
+    assert_same_bits(chain(Backend.GLUON), chain(Backend.TRITON))
