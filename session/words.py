@@ -49,6 +49,7 @@ class MissReason(IntEnum):
     NOT_WRITTEN = 13
     LOST = 14
     DAMAGED = 15
+    # Of workers and of attached engines:
     BREAKER_OPEN = 16
 
 

@@ -330,7 +330,9 @@ class MatchResult(_message.Message):
     usable_tokens: _builtins.int
     """Tokens at which every group can resume; at most matched_tokens."""
     host_tokens: _builtins.int
-    """Tokens beyond usable_tokens that the host tier could bring; with FETCH_SLOWER and FETCH_BUSY they are computed."""
+    """Tokens beyond usable_tokens that the host tier could bring; with FETCH_SLOWER, FETCH_BUSY and BREAKER_OPEN they are
+    computed.
+    """
     limiting_group: _builtins.str
     """The group that kept usable below matched; empty when none did."""
     miss_reason: Global___MissReason.ValueType
