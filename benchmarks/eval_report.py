@@ -76,12 +76,12 @@ def _elsewhere(where: str, report: Mapping[str, Any]) -> str:
     )
 
 
-def inserted(readme: str, block: str, first: str = BEGIN, last: str = END) -> str:
-    """The README with this block in the place of the one that it has between these markers."""
-    before, begin, rest = readme.partition(first)
+def inserted(document: str, block: str, first: str = BEGIN, last: str = END) -> str:
+    """Returns the document with this block in the place of the one that it has between these markers."""
+    before, begin, rest = document.partition(first)
     _, end, after = rest.partition(last)
     if not begin or not end:
-        raise ValueError(f"README.md: has no {first.strip()} and {last.strip()}")
+        raise ValueError(f"the document has no {first.strip()} and {last.strip()}")
     return before + block + after
 
 
