@@ -75,7 +75,7 @@ def test_the_run_before_was_evicted() -> None:
 
 
 def test_the_run_before_lost_its_tail_and_its_node_went_on_with_other_tokens() -> None:
-    """What hangs on the run must not come to hang on those."""
+    """What follows the run must not come to follow those."""
     stage = Stage()
     stage.offer(TRUNK)
     stage.manager.worker(WORKER).evict(1)

@@ -1,4 +1,4 @@
-"""gated_delta_scan: near the rule in fp64, and the same bits wherever a row is cut on the grid, and in any company."""
+"""gated_delta_scan: near the rule in fp64, and the same bits wherever a row is cut on the grid, and in any batch."""
 
 from __future__ import annotations
 

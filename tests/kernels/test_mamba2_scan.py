@@ -1,4 +1,4 @@
-"""mamba2_scan: near the recurrence in fp64, and the same bits wherever a row is cut on the grid, and in any company."""
+"""mamba2_scan: near the recurrence in fp64, and the same bits wherever a row is cut on the grid, and in any batch."""
 
 from __future__ import annotations
 

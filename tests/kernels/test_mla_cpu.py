@@ -1,4 +1,4 @@
-"""Latent attention of a worker on a CPU: near the truth, and the same bits in any company, for any cut of a prompt."""
+"""Latent attention of a worker on a CPU: near the truth, and the same bits in any batch, for any cut of a prompt."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(INTERPRETING, reason="nothing here launches a ke
 
 HEADS = 3
 PROMPT = 150
-COMPANY = [(0, 33), (37, 70), (0, 1), (500, 45), (130, 1)]
+OTHERS = [(0, 33), (37, 70), (0, 1), (500, 45), (130, 1)]
 # Around pages of 16, blocks of 32 rows and the 512 keys that one pass of the library's loop takes.
 LENGTHS = [1, 15, 16, 17, 31, 32, 33, 255, 511, 512, 513, 1100]
 DIMS = {"v3": DEEPSEEK_V3, "glm": GLM_FLASH, "tiny": TINY, "odd": ODD}
@@ -64,7 +64,7 @@ def decoded(case: LatentCase) -> torch.Tensor:
 
 @pytest.mark.usefixtures("no_reference")
 def test_near_the_truth(dims: LatentDims) -> None:
-    prompts, decoding = make(COMPANY, dims), make([(length - 1, 1) for length in LENGTHS], dims)
+    prompts, decoding = make(OTHERS, dims), make([(length - 1, 1) for length in LENGTHS], dims)
     assert_output(extended(prompts), extend_truth(prompts))
     assert_output(decoded(decoding), extend_truth(decoding))
 
@@ -73,19 +73,19 @@ def test_near_the_truth(dims: LatentDims) -> None:
 @pytest.mark.parametrize("cut", [1, 15, 16, 17, 64, PROMPT])
 def test_no_cut_and_no_company_changes_a_bit_of_a_prompt(dims: LatentDims, cut: int) -> None:
     """A prompt in cuts, alone on other pages; its bits are those that it has at once, beside others."""
-    case = make([*COMPANY, (0, PROMPT)], dims)
-    wanted, moved = extended(case)[case.rows(len(COMPANY))], permuted(case)
+    case = make([*OTHERS, (0, PROMPT)], dims)
+    wanted, moved = extended(case)[case.rows(len(OTHERS))], permuted(case)
     bounds = [*range(0, PROMPT, cut), PROMPT]
     for start, stop in pairwise(bounds):
-        assert_same_bits(extended(alone(moved, len(COMPANY), start, stop)), wanted[start:stop])
+        assert_same_bits(extended(alone(moved, len(OTHERS), start, stop)), wanted[start:stop])
 
 
 @pytest.mark.usefixtures("no_reference")
 def test_a_cut_beside_others_and_chunks_change_no_bit(dims: LatentDims) -> None:
-    whole = make([(0, PROMPT), *COMPANY], dims)
+    whole = make([(0, PROMPT), *OTHERS], dims)
     wanted = extended(whole)
     rows = torch.cat([torch.arange(70, 87), torch.arange(PROMPT, whole.q.shape[0])])
-    part = replace(whole, lengths=((70, 17), *COMPANY), q=whole.q[rows])
+    part = replace(whole, lengths=((70, 17), *OTHERS), q=whole.q[rows])
     assert_same_bits(extended(part), wanted[rows])
     assert_same_bits(extended(part, chunk_tokens=128), wanted[rows])
 

@@ -1,4 +1,4 @@
-"""sample_tokens and top_logprobs: the reference's tokens in every implementation, alone and in company."""
+"""sample_tokens and top_logprobs: the reference's tokens in every implementation, alone and in a batch."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def drawn_cuts(source: random.Random, first: int, end: int, grid: int = 1) -> li
 
 
 class Case:
-    """A prompt, its logits when it is computed whole and alone, and company for its launches."""
+    """A prompt, its logits when it is computed whole and alone, and other rows for its launches."""
 
     def __init__(self, world: World, seed: int) -> None:
         self.world, self.source = world, random.Random(seed)
@@ -147,7 +147,7 @@ class Case:
         return logits[before : before + part.end - part.first]
 
     def prefix_pages(self, num_pages: int) -> list[int]:
-        """Pages that hold the prompt's first tokens: the cold run's, such as were fetched, or computed in company."""
+        """Pages that hold the prompt's first tokens: the cold run's, such as were fetched, or computed in a batch."""
         if not num_pages:
             return []
         kind = self.source.choice(["cached", "fetched", "computed"])
@@ -166,7 +166,7 @@ class Case:
 
 
 def check_prefill(world: World, seed: int) -> None:
-    """A prompt behind a prefix, cut at random and in random company, has the bits of the cold run."""
+    """A prompt behind a prefix, cut at random and in random batches, has the bits of the cold run."""
     case = Case(world, seed)
     length = len(case.prompt)
     num_pages = case.source.randint(0, (length - 2) // world.page)

@@ -1,4 +1,4 @@
-"""What docs/invariance.md promises, for each kind of layers: the same bits for any cut, company, page order and source.
+"""What docs/invariance.md promises, for each kind of layers: the same bits for any cut, batch, page order and source.
 
 On a GPU in bf16 and sizes that the Hopper kernels take; on a CPU in fp32 and small.
 """

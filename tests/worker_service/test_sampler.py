@@ -173,7 +173,7 @@ def test_noise_of_neighbouring_positions_seeds_and_tokens_is_unrelated() -> None
 
 
 def test_a_draw_depends_on_seed_and_position_only() -> None:
-    """Alone, in company, in another order and beside other parameters: the same token."""
+    """Alone, in a batch, in another order and beside other parameters: the same token."""
     logits = random_logits(6, seed=8)
     rows = [
         row(position=3, temperature=1.0, seed=1),

@@ -6,7 +6,7 @@ those of which nothing is known, then the ends of the cached prompts that were u
 forgets what they held. The next Hello begins a new state of the service, which adopts the sequences with these pages in
 their block tables, and then learns what the inventory still has.
 
-    of the leading group   a page that no known page hangs on, oldest use first; then the page before it, and so on
+    of the leading group   a page that no known page follows, oldest use first; then the page before it, and so on
     of another group       by the last use of the leading group's page at the same place
 
 Slots of STATE groups are not taken: rows go on in those that they hold, and leave no snapshots meanwhile.
@@ -174,7 +174,7 @@ class OwnPages:
         )
         spare = [page_id for page_id, in_use in enumerate(use) if not in_use]
         known = [page_id for page_id in spare if stamps[page_id]]
-        # Pages in use are no children: what nothing else hangs on is taken all the same, or it would never be.
+        # Pages in use are no children: a page that only they follow may be taken, or it never would be.
         num_children = [0] * len(stamps)
         for page_id in known:
             parent = parents[page_id]
@@ -194,8 +194,8 @@ class OwnPages:
                     heappush(ends, (used[parent], parent))
 
     def _by_last_use(self, group: int, use: bytearray) -> list[int]:
-        """Returns pages of another group: what windows left behind and what hangs on nothing known; where there is no
-        such page, a few by the last use of what they hang on."""
+        """Returns pages of another group: what windows left behind and what belongs to no known page; where there is no
+        such page, a few by the last use of the page that they belong to."""
         inventory, size = self._inventory, len(use)
         last_use = [0] * size
         if inventory.leading is not None:

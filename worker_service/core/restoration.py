@@ -1,9 +1,9 @@
 """Offers the inventory to a cache service that has lost its state, in slices, beside everything else that a step says.
 
 Pages that nothing branches from but one go together as a run. Runs go out in the order of their last use, oldest
-first, each behind the run that it hangs on: the service evicts what came first.
+first, each behind its parent run: the service evicts what came first.
 
-The plan is made in slices, too: for 57,000 pages it takes 0.15 s, in which no launch could be started. Steps carry an
+The plan is made in slices, too: for 100,000 pages it takes 0.15 s, in which no launch could be started. Steps carry an
 empty slice meanwhile. What changes in between has a later stamp, and is passed over when its turn comes.
 
 A step is built when every earlier reply was applied, and the service applies its inventory before it grants anything of
@@ -213,7 +213,7 @@ class Restoration:
         return chained
 
     def _join(self, chained: list[int], num_children: array[int], run_of: dict[int, _Run], runs: list[_Run]) -> None:
-        """Puts a page that alone hangs on another one into its run; adds new runs to `runs`, parents first."""
+        """Puts a page that is the only child of another one into its run; adds new runs to `runs`, parents first."""
         parents, used = self._inventory.parents, self._inventory.used
         for page_id in chained:
             parent = parents[page_id]

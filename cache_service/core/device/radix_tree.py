@@ -62,7 +62,7 @@ class RadixTree(EvictableNodes):
         self._num_groups = num_groups
 
     def root(self, namespace: Namespace) -> Root:
-        """The namespace's root, made on first use; dropped again when nothing hangs on it."""
+        """The namespace's root, made on first use; dropped again when it has no child."""
         root = self.roots.get(namespace)
         if root is None:
             root = self.roots[namespace] = Root(namespace, self._num_groups)
