@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +20,8 @@ from register_qa.training.train import Plan, Progress, Trainer
 from worker_service.model.config import read_model_spec
 from worker_service.model.decoder import expected_shapes
 from worker_service.model.load import load_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
 SMALL = HybridArchitecture(
@@ -40,14 +41,6 @@ SMALL = HybridArchitecture(
 )
 # Pointing needs attention above the first half: of four layers the third.
 TRAINED = replace(SMALL, attending=(False, False, True, False))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def token_by_token(

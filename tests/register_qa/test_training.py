@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,8 @@ from register_qa.training.tokenizer import Encoder, train_tokenizer
 from register_qa.training.train import Plan, Progress, Trainer
 from worker_service.model.config import read_model_spec
 from worker_service.model.decoder import expected_shapes
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
 SMALL = LlamaArchitecture(
@@ -39,14 +40,6 @@ SMALL = LlamaArchitecture(
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return train_tokenizer()
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def trainer(tokenizer: Tokenizer, steps: int, *, rate: float = 1e-2, report_every: int = 10) -> Trainer:
