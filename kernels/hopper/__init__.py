@@ -1,1 +1,4 @@
-"""What the Gluon kernels for Hopper share: work queues, barriers, opaque registers, cleared tails, gathered keys."""
+"""What the Gluon kernels for Hopper share.
+
+Work queues, barriers, launches that overlap, opaque registers, cleared tails, and attention over gathered keys.
+"""
