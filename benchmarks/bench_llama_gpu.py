@@ -30,11 +30,11 @@ from kernels.rotate_append_kv import RotatedQueries
 from worker_service.config import KV_DTYPES
 from worker_service.core.batch import Batch
 from worker_service.model.attention import PagedHeads
+from worker_service.model.attention_specs import AttentionSpec
 from worker_service.model.device import pick_page_dtype, prepare_process
 from worker_service.model.gemm_dispatch import Invariance
 from worker_service.model.kv_scales import NO_SCALES, KvScales
 from worker_service.model.runner import LaunchResult, RunnerLimits
-from worker_service.model.spec import AttentionSpec
 
 KINDS = tuple(kind.value for kind in Invariance)
 DEVICE = torch.device("cuda", 0)

@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from worker_service.model.attention_specs import AttentionSpec, CompressedSpec, LatentSpec, RopeConfig
 from worker_service.model.recurrent_specs import GatedDeltaSpec, KimiDeltaSpec, ShortConvSpec
-from worker_service.model.spec import (
-    AttentionSpec,
-    CompressedSpec,
-    DenseSpec,
-    LatentSpec,
-    LayerSpec,
-    ModelSpec,
-    MoeSpec,
-    RopeConfig,
-)
+from worker_service.model.spec import DenseSpec, LayerSpec, ModelSpec, MoeSpec
 
 
 class Layer(NamedTuple):

@@ -24,11 +24,11 @@ from worker_service.core.errors import ModelError
 from worker_service.gpu.group_layout import PageRole
 from worker_service.model import choice_parts
 from worker_service.model import compressed_attention as compressed
+from worker_service.model.attention_specs import RopeConfig, RopeKind
 from worker_service.model.compressed_attention import compressed_workspace_bytes
 from worker_service.model.config import read_model_spec
 from worker_service.model.page_layouts import page_layouts
 from worker_service.model.rope import cos_sin_table
-from worker_service.model.spec import RopeConfig, RopeKind
 
 PAGE = 128
 LENGTH = 2 * PAGE + 70

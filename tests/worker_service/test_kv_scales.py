@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from kernels.fp8 import E4M3_MAX
+from worker_service.model.attention_specs import AttentionSpec
 from worker_service.model.kv_scales import kv_scales
 from worker_service.model.layer_weights import AttentionWeights, Linear
-from worker_service.model.spec import AttentionSpec, NormKind, NormSpec
+from worker_service.model.spec import NormKind, NormSpec
 
 HIDDEN, HEAD = 32, 8
 SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=HEAD, rope=None, rotary_dim=HEAD)

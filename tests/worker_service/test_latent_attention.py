@@ -13,6 +13,7 @@ from tests.worker_service.model_kit import Bench, Part, make_reference, random_t
 from tests.worker_service.published_configs import PUBLISHED
 from worker_service.config import WorkerConfig
 from worker_service.model import latent_attention
+from worker_service.model.attention_specs import LatentSpec
 from worker_service.model.config import parse_model_spec, read_model_spec
 from worker_service.model.gemm_dispatch import Invariance
 from worker_service.model.latent_attention import (
@@ -22,7 +23,6 @@ from worker_service.model.latent_attention import (
     latent_workspace_bytes,
 )
 from worker_service.model.runner import RunnerLimits
-from worker_service.model.spec import LatentSpec
 
 LENGTH = 200
 PAGES = tuple(range(1, 14))

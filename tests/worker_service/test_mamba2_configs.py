@@ -12,19 +12,10 @@ from kernels.route_experts import RoutingRule, Scoring
 from tests.worker_service.published_mamba2 import PUBLISHED_MAMBA2
 from tests.worker_service.test_family_configs import NAMES, UNREAD
 from worker_service.core.errors import ModelError
+from worker_service.model.attention_specs import AttentionSpec, RopeConfig, RopeKind
 from worker_service.model.config import parse_model_spec
 from worker_service.model.recurrent_specs import Mamba2Spec
-from worker_service.model.spec import (
-    Activation,
-    AttentionSpec,
-    DenseSpec,
-    LayerSpec,
-    ModelSpec,
-    MoeSpec,
-    ParallelSpec,
-    RopeConfig,
-    RopeKind,
-)
+from worker_service.model.spec import Activation, DenseSpec, LayerSpec, ModelSpec, MoeSpec, ParallelSpec
 
 BAMBA, GRANITE, FALCON, NEMOTRON = PUBLISHED_MAMBA2
 # Without the first field the second one contradicts what is left.

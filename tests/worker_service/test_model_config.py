@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from worker_service.core.errors import ModelError
+from worker_service.model.attention_specs import RopeKind
 from worker_service.model.config import parse_model_spec, read_model_spec
-from worker_service.model.spec import RopeKind, with_max_model_len
+from worker_service.model.spec import with_max_model_len
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -21,11 +21,11 @@ from tests.worker_service.model_kit import (
 from worker_service.core.batch import Batch
 from worker_service.core.errors import ModelError
 from worker_service.gpu.group_layout import PageTensor
+from worker_service.model.attention_specs import LatentSpec
 from worker_service.model.config import parse_model_spec, read_model_spec
 from worker_service.model.launch_buckets import GraphLimits
 from worker_service.model.launch_graphs import LaunchGraphs
 from worker_service.model.page_layouts import page_layouts
-from worker_service.model.spec import LatentSpec
 
 STATE = 1
 KINDS = [

@@ -22,10 +22,11 @@ from kernels.prefill_attention.segments import segment_keys
 from kernels.prefill_attention.units import states_bytes
 from kernels.rotate_append_kv import RotatedQueries, rotate_append_kv
 from worker_service.gpu.page_pools import PagePools
+from worker_service.model.attention_specs import AttentionSpec
 from worker_service.model.kv_scales import NO_SCALES, KvScales
 from worker_service.model.launch_inputs import LaunchInputs
 from worker_service.model.mixers import Heads
-from worker_service.model.spec import AttentionSpec, ModelSpec
+from worker_service.model.spec import ModelSpec
 
 
 class PlanKey(NamedTuple):

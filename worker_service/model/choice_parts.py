@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 
 from kernels.top_k import WORKSPACE_BYTES
+from worker_service.model.attention_specs import IndexSpec
 from worker_service.model.launch_inputs import LaunchInputs
-from worker_service.model.spec import IndexSpec
 
 # The most bytes of logits, and the most queries, that are chosen from at a time.
 LOGITS_BYTES = 256 << 20

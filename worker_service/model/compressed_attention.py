@@ -18,10 +18,11 @@ from kernels.rotate_append_tail import rotate_append_tail
 from kernels.rotate_tail import rotate_tail
 from kernels.top_k import top_k
 from worker_service.gpu.page_pools import PagePools
+from worker_service.model.attention_specs import CompressedSpec, CompressorSpec, IndexSpec
 from worker_service.model.choice_parts import CHOICE_BYTES, choice_parts, index_query_bytes
 from worker_service.model.launch_inputs import LaunchInputs
 from worker_service.model.mixers import CompressedRows
-from worker_service.model.spec import CompressedSpec, CompressorSpec, IndexSpec, ModelSpec
+from worker_service.model.spec import ModelSpec
 
 # Partial results of compressed_attention, where few rows share out their keys.
 PARTIAL_BYTES = 128 << 20

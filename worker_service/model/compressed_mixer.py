@@ -6,10 +6,10 @@ import torch
 
 from kernels.backend import Backend
 from kernels.rms_norm import rms_norm
+from worker_service.model.attention_specs import CompressedSpec
 from worker_service.model.layer_weights import CompressedWeights, Linear
 from worker_service.model.mixers import CompressedRows, EntryIndex, RawRows, Step, packed
 from worker_service.model.rope import RotaryTables
-from worker_service.model.spec import CompressedSpec
 
 
 class CompressedMixer:

@@ -20,9 +20,10 @@ from typing import NamedTuple
 import torch
 
 from kernels.fp8 import E4M3_MAX
+from worker_service.model.attention_specs import AttentionSpec
 from worker_service.model.layer_weights import AttentionWeights
 from worker_service.model.norms import stored_norm
-from worker_service.model.spec import AttentionSpec, NormSpec
+from worker_service.model.spec import NormSpec
 
 # Room for roundings to 16 bits on the way to a key: input, projection, norm and rotation, 2^-8 each at the most.
 ROUNDING = 1.0 + 2.0**-5

@@ -13,10 +13,11 @@ from kernels.mla_decode import MlaDecodePlan
 from kernels.mla_prefill import MlaPrefillPlan
 from kernels.rotate_append_latent import rotate_append_latent
 from worker_service.gpu.page_pools import PagePools
+from worker_service.model.attention_specs import LatentSpec
 from worker_service.model.gemm_dispatch import GemmDispatch, Invariance
 from worker_service.model.launch_inputs import LaunchInputs
 from worker_service.model.mixers import Latents
-from worker_service.model.spec import LatentSpec, ModelSpec
+from worker_service.model.spec import ModelSpec
 
 # In `strict` a decoded token must have the bits that it has in a prompt, in `batch` a prompt's those of any other cut.
 PATHS = {

@@ -12,12 +12,13 @@ import torch
 
 from kernels.backend import Backend
 from worker_service.core.errors import ModelError
+from worker_service.model.attention_specs import RopeKind
 from worker_service.model.config import read_model_spec
 from worker_service.model.decoder import Decoder
 from worker_service.model.device import STORED, pick_dtype, pick_expert_formats
 from worker_service.model.digest import digesting
 from worker_service.model.hub import resolve_folder
-from worker_service.model.spec import ModelSpec, RopeKind, with_max_model_len
+from worker_service.model.spec import ModelSpec, with_max_model_len
 from worker_service.model.tokenizer import TOKENIZER, Tokenizer, eos_token_ids
 from worker_service.model.weights import open_weights
 

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from kernels.backend import Backend
+from worker_service.model.attention_specs import CompressedSpec, LatentSpec
 from worker_service.model.compressed_mixer import CompressedMixer
 from worker_service.model.layer_weights import (
     AttentionWeights,
@@ -25,7 +26,7 @@ from worker_service.model.recurrent_mixers import GatedDeltaMixer, KimiDeltaMixe
 from worker_service.model.recurrent_specs import GatedDeltaSpec, KimiDeltaSpec, Mamba2Spec, ShortConvSpec
 from worker_service.model.rope import RotaryTables
 from worker_service.model.sparse_mixer import SparseLatentMixer
-from worker_service.model.spec import CompressedSpec, LatentSpec, MixerSpec, NormSpec, ParallelSpec
+from worker_service.model.spec import MixerSpec, NormSpec, ParallelSpec
 
 
 class Mixer(Protocol):

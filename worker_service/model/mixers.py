@@ -11,11 +11,12 @@ from kernels.block_scan import Mamba2Steps
 from kernels.gates import times_sigmoid
 from kernels.linear import packed_weight
 from kernels.rms_norm import rms_norm
+from worker_service.model.attention_specs import AttentionSpec, LatentSpec
 from worker_service.model.kv_scales import KvScales, kv_scales
 from worker_service.model.layer_weights import AttentionWeights, LatentWeights, Linear
 from worker_service.model.norms import stored_norm
 from worker_service.model.rope import RotaryTables
-from worker_service.model.spec import AttentionSpec, LatentSpec, NormSpec
+from worker_service.model.spec import NormSpec
 
 
 class Heads(NamedTuple):

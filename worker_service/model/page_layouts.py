@@ -12,8 +12,9 @@ from kernels.fp8 import E4M3
 from session.words import GroupKind
 from worker_service.core.errors import ModelError
 from worker_service.gpu.group_layout import GroupLayout, PageRole, PageTensor
+from worker_service.model.attention_specs import AttentionSpec, CompressedSpec, LatentSpec
 from worker_service.model.recurrent_specs import RecurrentSpec
-from worker_service.model.spec import AttentionSpec, CompressedSpec, LatentSpec, LoneMixerSpec, ModelSpec
+from worker_service.model.spec import LoneMixerSpec, ModelSpec
 
 
 class _Array(NamedTuple):

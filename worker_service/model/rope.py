@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from worker_service.model.spec import RopeConfig, RopeKind
+from worker_service.model.attention_specs import RopeConfig, RopeKind
 
 
 class RotaryTables:

@@ -4,8 +4,8 @@ top-level `rope_theta`."""
 from __future__ import annotations
 
 from worker_service.core.errors import ModelError
+from worker_service.model.attention_specs import RopeConfig, RopeKind
 from worker_service.model.fields import Fields, flag, number, one_of, whole
-from worker_service.model.spec import RopeConfig, RopeKind
 
 KINDS = {kind.value: kind for kind in RopeKind}
 

@@ -18,10 +18,11 @@ from kernels.rotate_append_index import IndexQueries, rotate_append_index
 from kernels.rotate_append_latent import rotate_append_latent
 from kernels.top_k import top_k
 from worker_service.gpu.page_pools import LayerPages, PagePools
+from worker_service.model.attention_specs import IndexSpec, LatentSpec
 from worker_service.model.choice_parts import CHOICE_BYTES, MOST_ROWS, choice_parts, index_query_bytes
 from worker_service.model.launch_inputs import LaunchInputs
 from worker_service.model.mixers import IndexRows, Latents
-from worker_service.model.spec import IndexSpec, LatentSpec, ModelSpec
+from worker_service.model.spec import ModelSpec
 
 
 class SparsePlans:

@@ -6,10 +6,10 @@ import torch
 
 from kernels.backend import Backend
 from kernels.rms_norm import rms_norm
+from worker_service.model.attention_specs import IndexSpec, LatentSpec
 from worker_service.model.layer_weights import LatentWeights, Linear
 from worker_service.model.mixers import IndexRows, Latents, Step, packed
 from worker_service.model.rope import RotaryTables
-from worker_service.model.spec import IndexSpec, LatentSpec
 
 
 class SparseLatentMixer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from worker_service.core.errors import ModelError
+from worker_service.model.attention_specs import CompressedSpec, CompressorSpec
 from worker_service.model.layer_weights import (
     CompressedWeights,
     CompressorWeights,
@@ -14,7 +15,7 @@ from worker_service.model.layer_weights import (
     MoeWeights,
     StreamWeights,
 )
-from worker_service.model.spec import CompressedSpec, CompressorSpec, LayerSpec, ModelSpec, MoeSpec
+from worker_service.model.spec import LayerSpec, ModelSpec, MoeSpec
 from worker_service.model.take_weights import stacked, take_experts
 from worker_service.model.tensors import TensorSource
 

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import torch
 
+from worker_service.model.attention_specs import IndexSpec, LatentSpec
 from worker_service.model.layer_weights import IndexWeights, LatentWeights, LayerWeights, Linear
-from worker_service.model.spec import IndexSpec, LatentSpec, LayerSpec, ModelSpec
+from worker_service.model.spec import LayerSpec, ModelSpec
 from worker_service.model.take_weights import in_halves, joined, take_layer
 from worker_service.model.tensors import TensorSource
 

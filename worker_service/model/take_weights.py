@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
+from worker_service.model.attention_specs import AttentionSpec, LatentSpec
 from worker_service.model.layer_weights import (
     AttentionWeights,
     DenseWeights,
@@ -16,16 +17,7 @@ from worker_service.model.layer_weights import (
     Linear,
     MoeWeights,
 )
-from worker_service.model.spec import (
-    Activation,
-    AttentionSpec,
-    DenseSpec,
-    LatentSpec,
-    LayerSpec,
-    MixerSpec,
-    ModelSpec,
-    MoeSpec,
-)
+from worker_service.model.spec import Activation, DenseSpec, LayerSpec, MixerSpec, ModelSpec, MoeSpec
 from worker_service.model.tensors import TensorSource
 
 

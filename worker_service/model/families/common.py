@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from worker_service.core.errors import ModelError
+from worker_service.model.attention_specs import AttentionSpec, RopeConfig
 from worker_service.model.fields import Fields, first_of, flag, layer_types, one_of, whole
 from worker_service.model.rope_fields import reach, read_rope, rope_parameters
-from worker_service.model.spec import Activation, AttentionSpec, LayerSpec, ModelSpec, NormSpec, RopeConfig
+from worker_service.model.spec import Activation, LayerSpec, ModelSpec, NormSpec
 
 ACTIVATIONS = {
     "silu": Activation.SILU,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kernels.route_experts import RoutingRule
 from worker_service.core.errors import ModelError
+from worker_service.model.attention_specs import LatentSpec
 from worker_service.model.families import glm4_moe
 from worker_service.model.families.common import (
     model_spec,
@@ -16,7 +17,7 @@ from worker_service.model.families.family import Family
 from worker_service.model.families.qwen3_moe import read_dense
 from worker_service.model.fields import Fields, first_of, flag, number, one_of, whole
 from worker_service.model.rope import yarn_mscale
-from worker_service.model.spec import Activation, DenseSpec, LatentSpec, LayerSpec, ModelSpec, MoeSpec, NormSpec
+from worker_service.model.spec import Activation, DenseSpec, LayerSpec, ModelSpec, MoeSpec, NormSpec
 from worker_service.model.take_weights import take_layer
 
 V2 = "DeepseekV2ForCausalLM"

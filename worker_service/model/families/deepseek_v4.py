@@ -6,24 +6,13 @@ from collections.abc import Mapping
 
 from kernels.route_experts import RoutingRule, Scoring
 from worker_service.core.errors import ModelError
+from worker_service.model.attention_specs import CompressedSpec, CompressorSpec, IndexSpec, RopeConfig
 from worker_service.model.families.common import model_spec, read_activation, read_num_mtp_layers
 from worker_service.model.families.family import FULL_AND_WINDOW, Family
 from worker_service.model.fields import Fields, layer_types, number, one_of, whole
 from worker_service.model.mlps import SILU_LIMIT
 from worker_service.model.rope_fields import reach, rope_of, rope_parameters, rotary_dim
-from worker_service.model.spec import (
-    Activation,
-    CompressedSpec,
-    CompressorSpec,
-    DenseSpec,
-    IndexSpec,
-    LayerSpec,
-    ModelSpec,
-    MoeSpec,
-    NormSpec,
-    RopeConfig,
-    StreamsSpec,
-)
+from worker_service.model.spec import Activation, DenseSpec, LayerSpec, ModelSpec, MoeSpec, NormSpec, StreamsSpec
 from worker_service.model.take_compressed import take_compressed_layer
 
 V4 = "DeepseekV4ForCausalLM"

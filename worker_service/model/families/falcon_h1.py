@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from worker_service.core.errors import ModelError
+from worker_service.model.attention_specs import AttentionSpec
 from worker_service.model.families.common import (
     model_spec,
     read_activation,
@@ -17,7 +18,7 @@ from worker_service.model.families.family import recurrent_family
 from worker_service.model.families.mamba2 import read_mamba2, take_layer
 from worker_service.model.fields import Fields, flag, number, whole
 from worker_service.model.recurrent_specs import Mamba2Spec
-from worker_service.model.spec import Activation, AttentionSpec, DenseSpec, LayerSpec, ModelSpec, NormSpec, ParallelSpec
+from worker_service.model.spec import Activation, DenseSpec, LayerSpec, ModelSpec, NormSpec, ParallelSpec
 
 FALCON_H1 = "FalconH1ForCausalLM"
 DEFAULTS: Fields = {

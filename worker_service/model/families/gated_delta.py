@@ -13,6 +13,7 @@ from kernels.block_scan import MAX_DIM
 from kernels.causal_conv import MAX_D_CONV
 from kernels.route_experts import RoutingRule
 from worker_service.core.errors import ModelError
+from worker_service.model.attention_specs import AttentionSpec
 from worker_service.model.families.common import (
     model_spec,
     read_activation,
@@ -29,7 +30,6 @@ from worker_service.model.rope_fields import rotary_dim
 from worker_service.model.spec import (
     STATE_PAGE_TOKENS,
     Activation,
-    AttentionSpec,
     DenseSpec,
     LayerSpec,
     ModelSpec,

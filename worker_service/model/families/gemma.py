@@ -9,22 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from worker_service.core.errors import ModelError
+from worker_service.model.attention_specs import AttentionSpec, RopeConfig
 from worker_service.model.families.common import SLIDING, model_spec, read_activation, read_sliding, usual_attention
 from worker_service.model.families.family import FULL_AND_WINDOW, Family
 from worker_service.model.fields import Fields, flag, number, whole
 from worker_service.model.layer_weights import LayerWeights
 from worker_service.model.rope_fields import read_rope, read_ropes, rope_of
-from worker_service.model.spec import (
-    Activation,
-    AttentionSpec,
-    Block,
-    DenseSpec,
-    LayerSpec,
-    ModelSpec,
-    NormKind,
-    NormSpec,
-    RopeConfig,
-)
+from worker_service.model.spec import Activation, Block, DenseSpec, LayerSpec, ModelSpec, NormKind, NormSpec
 from worker_service.model.take_weights import take_dense, take_mixer
 from worker_service.model.tensors import TensorSource
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kernels.route_experts import RoutingRule, Scoring
+from worker_service.model.attention_specs import AttentionSpec
 from worker_service.model.families.common import (
     model_spec,
     read_activation,
@@ -14,7 +15,7 @@ from worker_service.model.families.family import Family
 from worker_service.model.families.qwen3_moe import read_dense
 from worker_service.model.fields import Fields, first_of, flag, number, whole
 from worker_service.model.rope_fields import rotary_dim
-from worker_service.model.spec import Activation, AttentionSpec, DenseSpec, LayerSpec, ModelSpec, MoeSpec, NormSpec
+from worker_service.model.spec import Activation, DenseSpec, LayerSpec, ModelSpec, MoeSpec, NormSpec
 from worker_service.model.take_weights import take_layer
 
 GLM4_MOE = "Glm4MoeForCausalLM"

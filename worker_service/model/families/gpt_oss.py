@@ -9,12 +9,13 @@ import torch
 from kernels.grouped_linear import Mxfp4Experts
 from kernels.route_experts import RoutingRule
 from worker_service.core.errors import ModelError
+from worker_service.model.attention_specs import AttentionSpec
 from worker_service.model.families.common import model_spec, read_heads, read_positions, read_sliding
 from worker_service.model.families.family import FULL_AND_WINDOW, Family
 from worker_service.model.fields import Fields, first_of, flag, number, one_of, whole
 from worker_service.model.layer_weights import ExpertWeight, LayerWeights, MoeWeights
 from worker_service.model.mlps import SWIGLU_LIMIT
-from worker_service.model.spec import Activation, AttentionSpec, LayerSpec, ModelSpec, MoeSpec, NormSpec
+from worker_service.model.spec import Activation, LayerSpec, ModelSpec, MoeSpec, NormSpec
 from worker_service.model.take_weights import take_linear, take_mixer
 from worker_service.model.tensors import TensorSource
 from worker_service.model.weight_formats import MXFP4, PLAIN

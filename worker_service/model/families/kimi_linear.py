@@ -11,13 +11,14 @@ from kernels.block_scan import MAX_DIM
 from kernels.causal_conv import MAX_D_CONV
 from kernels.route_experts import RoutingRule, Scoring
 from worker_service.core.errors import ModelError
+from worker_service.model.attention_specs import LatentSpec
 from worker_service.model.families.common import DENSE, model_spec, read_activation
 from worker_service.model.families.family import recurrent_family
 from worker_service.model.families.qwen3_moe import read_dense
 from worker_service.model.fields import Fields, first_of, flag, layer_types, number, one_of, whole
 from worker_service.model.layer_weights import DenseWeights, KimiDeltaWeights, LayerWeights, Linear, MoeWeights
 from worker_service.model.recurrent_specs import KimiDeltaSpec
-from worker_service.model.spec import Activation, DenseSpec, LatentSpec, LayerSpec, ModelSpec, MoeSpec, NormSpec
+from worker_service.model.spec import Activation, DenseSpec, LayerSpec, ModelSpec, MoeSpec, NormSpec
 from worker_service.model.take_weights import stacked, take_dense, take_experts, take_latents, take_linear
 from worker_service.model.tensors import TensorSource
 

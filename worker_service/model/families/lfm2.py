@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 
 from kernels.causal_conv import MAX_D_CONV
+from worker_service.model.attention_specs import AttentionSpec
 from worker_service.model.families.common import model_spec, read_heads, read_positions, require_whole_rope
 from worker_service.model.families.family import recurrent_family
 from worker_service.model.fields import Fields, first_of, flag, layer_types, layers_by_index, number, whole
 from worker_service.model.layer_weights import DenseWeights, LayerWeights, ShortConvWeights
 from worker_service.model.recurrent_specs import ShortConvSpec
-from worker_service.model.spec import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, NormSpec
+from worker_service.model.spec import DenseSpec, LayerSpec, ModelSpec, NormSpec
 from worker_service.model.take_weights import AttentionNames, take_attention, take_linear
 from worker_service.model.tensors import TensorSource
 

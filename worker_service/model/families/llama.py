@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from worker_service.model.attention_specs import AttentionSpec
 from worker_service.model.families.common import (
     architecture_of,
     model_spec,
@@ -15,7 +16,7 @@ from worker_service.model.families.common import (
 )
 from worker_service.model.families.family import FULL_AND_WINDOW, Family
 from worker_service.model.fields import Fields, flag, number, whole
-from worker_service.model.spec import Activation, AttentionSpec, DenseSpec, LayerSpec, ModelSpec, NormSpec
+from worker_service.model.spec import Activation, DenseSpec, LayerSpec, ModelSpec, NormSpec
 from worker_service.model.take_weights import take_layer
 
 LLAMA = "LlamaForCausalLM"

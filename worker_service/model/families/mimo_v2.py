@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from worker_service.core.errors import ModelError
+from worker_service.model.attention_specs import AttentionSpec
 from worker_service.model.families.common import SLIDING, model_spec, read_dense_layers, read_heads, read_sliding
 from worker_service.model.families.family import FULL_AND_WINDOW, Family
 from worker_service.model.families.glm4_moe import read_experts
@@ -12,7 +13,7 @@ from worker_service.model.families.qwen3_moe import read_dense
 from worker_service.model.fields import Fields, flag, number, whole
 from worker_service.model.layer_weights import LayerWeights
 from worker_service.model.rope_fields import reach, read_ropes, rotary_dim
-from worker_service.model.spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec
+from worker_service.model.spec import LayerSpec, ModelSpec, NormSpec
 from worker_service.model.take_weights import AttentionNames, take_attention, take_mlp
 from worker_service.model.tensors import TensorSource
 

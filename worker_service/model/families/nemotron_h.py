@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from kernels.causal_conv import MAX_D_CONV
 from worker_service.core.errors import ModelError
+from worker_service.model.attention_specs import AttentionSpec
 from worker_service.model.families.common import model_spec, read_heads
 from worker_service.model.families.family import recurrent_family
 from worker_service.model.families.glm4_moe import read_rule
@@ -14,7 +15,7 @@ from worker_service.model.families.mamba2 import read_step_limit, take_mamba2
 from worker_service.model.fields import Fields, first_of, flag, number, one_of, whole
 from worker_service.model.layer_weights import LayerWeights, MoeWeights
 from worker_service.model.recurrent_specs import Mamba2Spec
-from worker_service.model.spec import Activation, AttentionSpec, DenseSpec, LayerSpec, ModelSpec, MoeSpec, NormSpec
+from worker_service.model.spec import Activation, DenseSpec, LayerSpec, ModelSpec, MoeSpec, NormSpec
 from worker_service.model.take_weights import take_attention, take_linear, take_mlp, take_moe
 from worker_service.model.tensors import TensorSource
 

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from worker_service.core.errors import ModelError
+from worker_service.model.attention_specs import IndexSpec, LatentSpec
 from worker_service.model.families import glm4_moe
 from worker_service.model.families.common import DENSE, model_spec, read_num_mtp_layers, read_positions
 from worker_service.model.families.deepseek import V3_DEFAULTS, read_latents
 from worker_service.model.families.family import Family
 from worker_service.model.families.qwen3_moe import read_dense
 from worker_service.model.fields import Fields, layer_types, number, whole
-from worker_service.model.spec import IndexSpec, LatentSpec, LayerSpec, ModelSpec, NormSpec
+from worker_service.model.spec import LayerSpec, ModelSpec, NormSpec
 from worker_service.model.take_index import take_sparse_layer
 
 V32 = "DeepseekV32ForCausalLM"
