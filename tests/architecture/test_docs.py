@@ -80,6 +80,20 @@ def test_classes_in_documents_exist() -> None:
     assert not missing, missing
 
 
+def test_names_are_in_the_files_in_which_documents_see_them() -> None:
+    """As in: `KINDS` of `cache_service/core/kinds/registry.py`. What the changelog names may be gone since."""
+    pair = re.compile(r"`([A-Za-z_]\w*)`\s+(?:in|of)\s+`([\w/]+/\w+\.py)`")
+    texts = [(path, path.read_text(encoding="utf-8")) for path in documents() if path.name != "CHANGELOG.md"]
+    pairs = [(path, name, file) for path, text in texts for name, file in pair.findall(text)]
+    assert len(pairs) > 20
+    wrong = [
+        f"{relative(path)}: {name} in {file}"
+        for path, name, file in pairs
+        if not re.search(rf"\b{name}\b", (ROOT / file).read_text(encoding="utf-8"))
+    ]
+    assert not wrong, wrong
+
+
 def test_every_decision_is_in_the_list() -> None:
     index = (ROOT / "docs/adr/README.md").read_text(encoding="utf-8")
     missing = [path.name for path in (ROOT / "docs/adr").glob("0*.md") if path.name not in index]
