@@ -36,7 +36,7 @@ MODEL_HELP = (
 )
 TIER_HELP = f"Where pages spill to: {', '.join(HOST_TIERS)}."
 DEVICE_HELP = f"Where the model runs: {', '.join(DEVICES)}."
-POOL_HELP = "MiB of pages of each worker; 0: 512 on a CPU, its share of 90 % of a GPU's."
+POOL_HELP = "MiB of pages of each worker; 0: 512 on a CPU, its share of 90 % of what is free on a GPU."
 POLICY_HELP = f"Eviction policy: {', '.join(POLICIES)}."
 WORKER_PORT_HELP = (
     "The first worker's, the others' follow; 0: any free ones. Default: 7500, or as STEMCACHE_WORKER_LISTEN says."

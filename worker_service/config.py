@@ -27,7 +27,7 @@ LEAST_SEGMENT, SEGMENT_STEP = 4096, 128
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
     model: str = setting("", "Folder of a Hugging Face checkpoint, or its hub id; required.")
-    worker_id: str = setting("", "Name of this worker; drawn when empty.")
+    worker_id: str = setting("", "Name of this worker; drawn at random when empty.")
     cache: str = setting("127.0.0.1:7400", "Address of the cache service.")
     listen: str = setting("127.0.0.1:7500", "Address to serve ModelWorker on; port 0 takes a free one.")
     advertise: str = setting("", "Address at which others reach this worker; empty: the bound one.")
@@ -37,12 +37,12 @@ class WorkerConfig:
     metrics_listen: str = setting("", "Address of the Prometheus endpoint; empty: none.")
     host_tier: str = setting("none", "Where spilled pages go.", choices=TIERS)
     redis_url: str = setting("", "redis://user:password@host:port/db, for host_tier redis.", secret=True)
-    memory_tier_mb: int = setting(1024, "Size of host_tier memory.", minimum=1)
+    memory_tier_mb: int = setting(1024, "Size of host_tier memory, in MiB.", minimum=1)
     host_ttl_s: int = setting(86_400, "Life of a value in Redis.", minimum=1)
     host_timeout_s: float = setting(2.0, "Silence of Redis after which a transfer fails.", minimum=0.01)
     host_part_kb: int = setting(
         4096,
-        "Pages of more than this go to the host tier in parts of this size; workers that share pages have the same.",
+        "Pages of more KiB than this go to the host tier in parts of this size; equal on workers that share pages.",
         minimum=1,
         maximum=262_144,
     )
@@ -70,7 +70,7 @@ class WorkerConfig:
     )
     page_tokens: int = setting(0, "Token slots of a page; 0: the model's own, mostly 16.", minimum=0, maximum=256)
     pool_pages: int = setting(0, "Pages of the pool that keeps whole prompts; 0: as many as pool_mb holds.", minimum=0)
-    pool_mb: int = setting(0, "Memory of the pools; 0: 512 on a CPU, memory_fraction on a GPU.", minimum=0)
+    pool_mb: int = setting(0, "Memory of the pools, in MiB; 0: 512 on a CPU, memory_fraction on a GPU.", minimum=0)
     memory_fraction: float = setting(0.9, "Share of the free GPU memory for pools.", minimum=0.01, maximum=1.0)
     window_share: float = setting(
         0.04,
