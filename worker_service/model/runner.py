@@ -117,7 +117,7 @@ class Runner:
             CompressedPlans(model.spec, model.backend),
         )
         self._graphs: LaunchGraphs | None = None
-        # References wait for the device, which no capture allows.
+        # Latents absorbed for prompts are not captured; references wait for the device, which no capture allows.
         captures = not (self._one_phase and self._plans.latents.mixers)
         if limits.graphs and captures and device.type == "cuda" and model.backend is not Backend.REFERENCE:
             with torch.inference_mode():
