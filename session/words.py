@@ -1,4 +1,4 @@
-"""The words of a session's messages: ids, enums, page tables, snapshots, transfers and matches. Values only.
+"""The words of a session's messages: ids, enums, block tables, snapshots, transfers and matches. Values only.
 
 Packed fields are little-endian bytes: tokens int32, page ids uint32 (0 = NO_PAGE, a hole), page hashes 32 bytes each.
 The numbers of the enums are those of protos/v1.

@@ -1,4 +1,4 @@
-"""Parts that several messages share: namespaces, groups, page tables, state slots, transfers, matches."""
+"""Parts that several messages share: namespaces, groups, block tables, state slots, transfers, matches."""
 
 from __future__ import annotations
 
