@@ -99,7 +99,7 @@ class Watchers:
             watcher.lose(num_events, self._seq)
 
     async def serve(self, stream: Stream, *, present_state: bool = False) -> None:
-        """Write every event from now on. Raises WatcherTooSlow when the peer takes no message in time."""
+        """Writes every event from now on. Raises WatcherTooSlow when the peer takes no message in time."""
         async with aclosing(self.watch(present_state=present_state)) as messages:
             async for message in messages:
                 try:

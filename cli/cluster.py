@@ -97,7 +97,7 @@ class Cluster:
 
 
 async def start_cluster(supervisor: Supervisor, options: ClusterOptions, report: Callable[[str], None]) -> Cluster:
-    """Start everything in order, each child serving before the next one starts (workers side by side).
+    """Starts everything in order, each child serving before the next one starts (workers side by side).
 
     What can be known before is checked before: within a second or two, nothing has started then.
 

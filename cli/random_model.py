@@ -57,7 +57,7 @@ QUERY_KEY_GAIN = 2.0
 
 
 def make_random_model(folder: Path, seed: int = 0) -> None:
-    """Write config.json, tokenizer.json and model.safetensors; the same seed gives the same bytes."""
+    """Writes config.json, tokenizer.json and model.safetensors; the same seed gives the same bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
     _tokenizer().save(str(folder / "tokenizer.json"))
@@ -88,7 +88,7 @@ def _weights(seed: int) -> dict[str, torch.Tensor]:
 
 
 def _shape_text(weights: dict[str, torch.Tensor]) -> None:
-    """Let the constant dimension speak for readable characters, and everything else choose among them."""
+    """Lets the constant dimension speak for readable characters, and everything else choose among them."""
     tokenizer = _tokenizer()
     embeddings, head = weights["model.embed_tokens.weight"], weights["lm_head.weight"]
     embeddings *= math.sqrt(embeddings.shape[1]) * EMBEDDING_GAIN

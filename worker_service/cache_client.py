@@ -284,6 +284,6 @@ def _is_cancelled() -> bool:
 
 
 def _forget(reply: asyncio.Future[_Reply]) -> None:
-    """Mark a failure as seen, so that asyncio does not report it as unhandled."""
+    """Marks a failure as seen, so that asyncio does not report it as unhandled."""
     if reply.done() and not reply.cancelled():
         reply.exception()

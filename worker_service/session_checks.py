@@ -27,7 +27,7 @@ class PoolCheck:
         self._max_pages = -(-max_sequence_tokens // self._page_tokens)
 
     def reply(self, reply: StepReply) -> None:
-        """Raise StepRejected for the first page id, group or page number out of range."""
+        """Raises StepRejected for the first page id, group or page number out of range."""
         for grant in reply.grants:
             self._grant(grant)
         for extend in reply.extends:
@@ -37,7 +37,7 @@ class PoolCheck:
             self._tables("remaps.pages", remap.pages)
 
     def order(self, transfer: Transfer) -> None:
-        """Raise SessionLost when the order names what no pool has."""
+        """Raises SessionLost when the order names what no pool has."""
         self._transfer("order.spill", transfer)
 
     def _grant(self, grant: Grant) -> None:

@@ -37,7 +37,7 @@ class SessionRetries:
         return self._num_rejected % REJECTIONS_OF_A_STEP == 0
 
     async def pause(self, stopping: asyncio.Event) -> None:
-        """Wait before the next Hello, or until the worker stops."""
+        """Waits before the next Hello, or until the worker stops."""
         doublings = min(self._num_lost - 2, 16)
         if doublings >= 0:
             with contextlib.suppress(TimeoutError):

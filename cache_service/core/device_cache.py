@@ -123,7 +123,7 @@ class DeviceCache:
                 self.evict(count - pool.num_free)
 
     def evict(self, count: int) -> None:
-        """Cut exactly `count` pages off the tails of the policy's victims."""
+        """Cuts exactly `count` pages off the tails of the policy's victims."""
         self.counters.evicted += count
         victim = self.policy.victim
         while count > 0:
@@ -185,7 +185,7 @@ class DeviceCache:
             self.trim(emptied.pop())
 
     def trim(self, node: Node) -> None:
-        """Cut the empty tail of an unpinned leaf, then look at its parent."""
+        """Cuts the empty tail of an unpinned leaf, then looks at its parent."""
         step: Node | None = node if not self.full_pools else None
         while step is not None and step.parent is not None and not step.pins and not step.children:
             if step.resident:

@@ -83,7 +83,7 @@ class WayResult:
             self.failures.append(otherwise)
 
     def count(self, replies: Sequence[Reply], cold: Mapping[Asked, Answer]) -> None:
-        """Take the way's replies in; `cold` has each question's answer from a run that reused nothing."""
+        """Takes the way's replies in; `cold` has each question's answer from a run that reused nothing."""
         self.questions = len(replies)
         for reply in replies:
             self._count_one(reply)

@@ -113,11 +113,11 @@ class EvalServices:
         return Reply(sheet, asked, answer, True, sent_s)
 
     async def prime(self, worker: str, sheet: Sheet, salt: str) -> Answer:
-        """Have the register computed there, without a question."""
+        """Has the register computed there, without a question."""
         return await self.client_of(worker).generate(worker, sheet.prefix, sentence(1), salt=salt)
 
     async def spill(self, sheet: Sheet, salt: str) -> int:
-        """Have the first worker compute the register and spill it; how many of its tokens others can fetch now.
+        """Has the first worker compute the register and spill it. Returns how many of its tokens others can fetch now.
 
         Twice: what is used once is not worth spilling.
         """

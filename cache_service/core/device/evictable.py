@@ -37,7 +37,7 @@ class EvictableNodes(ABC):
             node = node.parent
 
     def pin_for_ticket(self, node: Node) -> None:
-        """Hold a node without using it: a leaf keeps its place in the order, where victims pass it over."""
+        """Holds a node without using it: a leaf keeps its place in the order, where victims pass it over."""
         node.ticket_pins += 1
         node.pins += 1
         if node.pins == 1:
@@ -78,7 +78,7 @@ class EvictableNodes(ABC):
             self.policy.add(node)
 
     def hand_down(self, node: Node, child: Node) -> bool:
-        """Pin an unpinned child in place of its parent, whose count stays: it loses a pin and gains a pinned child."""
+        """Pins an unpinned child in place of its parent, whose count stays: it loses a pin and gains a pinned child."""
         if child.parent is not node or child.pins:
             return False
         child.pins = 1

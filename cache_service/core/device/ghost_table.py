@@ -150,7 +150,7 @@ class GhostTable:
     # Time.
 
     def _pass_time(self, num_pages: int) -> None:
-        """Begin a new unit when its time has come, and make room for `num_pages` pages."""
+        """Begins a new unit when its time has come, and makes room for `num_pages` pages."""
         unit = self._cut_pages // self._unit_pages + 1
         if unit > _MOST_UNITS:
             self._forget_all()  # once in 262,144 pools, so that time has no wrap-around

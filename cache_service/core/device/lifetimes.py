@@ -123,7 +123,7 @@ class Lifetimes:
             self._classes[is_again].pages[age] += num_pages
 
     def _adjust(self) -> None:
-        """Move the ratio toward that of the best pair, and let the uses fade."""
+        """Moves the ratio toward that of the best pair, and lets the uses fade."""
         pairs = self._pairs()
         best = max(pairs, key=lambda pair: pair.hits)
         wanted = _BEYOND_MOST

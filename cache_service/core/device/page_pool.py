@@ -68,7 +68,7 @@ class PagePool:
             self._fresh += 1
 
     def give(self, page_ids: bytes | bytearray) -> None:
-        """Take packed page ids back."""
+        """Takes packed page ids back."""
         self.num_free += len(page_ids) // PAGE_ID_BYTES
         if self._ahead:
             page_ids = self._give_ahead(page_ids)
@@ -126,7 +126,7 @@ class PagePool:
         return places
 
     def _track(self, page_ids: bytes | bytearray, start: int | None) -> None:
-        """Follow pages that were given from index `start` of `_free` on, or taken (None)."""
+        """Follows pages that were given from index `start` of `_free` on, or taken (None)."""
         assert self._places is not None
         self._moved += len(page_ids) // PAGE_ID_BYTES
         if self._moved > len(self._free) + self._fresh // 64:

@@ -156,7 +156,7 @@ class RadixTree(EvictableNodes):
     # Changing the shape. A new node is unpinned and outside the order: the caller pins it next.
 
     def grow(self, node: Node, tokens: Packed, pages: list[bytearray], count: int) -> None:
-        """Extend a childless pinned node in place."""
+        """Extends a childless pinned node in place."""
         if isinstance(node.key, bytes):
             node.key = bytearray(node.key)
         node.key += tokens
@@ -174,7 +174,7 @@ class RadixTree(EvictableNodes):
         return leaf
 
     def split(self, node: Node, count: int) -> Node:
-        """Cut a node in two; returns the new upper half of `count` pages. `node` stays the lower half."""
+        """Cuts a node in two. Returns the new upper half of `count` pages. `node` stays the lower half."""
         assert node.parent is not None
         parent, at = node.parent, count * self.page_key_bytes
         if node.queue is not None:

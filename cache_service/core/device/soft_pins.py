@@ -27,7 +27,7 @@ class SoftPins:
         return node in self._nodes
 
     def set(self, node: Node, until_ms: int) -> None:
-        """Pin a resident node, or pin it for another time."""
+        """Pins a resident node, or pins it for another time."""
         if node not in self._nodes:
             self._nodes.add(node)
             self.num_pages += node.resident

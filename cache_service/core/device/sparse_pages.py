@@ -209,7 +209,7 @@ class SparsePages(ABC):
         self._order(page_id, (Retention.SOFT, 0) if soft else last[:2]).put_back(page_id, last.stamp)
 
     def publish(self, page_id: int, node: Node, page: int) -> None:
-        """Fill the hole at that page number with a page that has readers."""
+        """Fills the hole at that page number with a page that has readers."""
         node.set_page_id(self.group, page, page_id)
         node.spilled = min(node.spilled, page - node.start)
         self.places[page_id] = Place(node, page)

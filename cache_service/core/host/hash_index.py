@@ -109,7 +109,7 @@ class HashIndex:
         return max(self._hidden.get(digest, NOTHING_HIDDEN), self._hidden.get(None, NOTHING_HIDDEN))
 
     def hide(self, digest: bytes | None) -> int:
-        """Hide every row of now from a namespace (None: from all). Returns the highest stamp that is hidden."""
+        """Hides every row of now from a namespace (None: from all). Returns the highest stamp that is hidden."""
         self._hidden.pop(digest, None)
         self._hidden[digest] = self._stamp
         if len(self._hidden) > MAX_HIDDEN:
@@ -120,7 +120,7 @@ class HashIndex:
         return self._stamp
 
     def drop_hidden(self, key: bytes, namespace: Namespace | None, floor: int) -> bool:
-        """Drop a row that is known to be of the namespace (None: of any) and hidden; whether it was."""
+        """Drops a row that is known to be of the namespace (None: of any) and hidden. Returns whether it was."""
         row = self.rows.get(key)
         if row is None or row.stamp > floor or (namespace is not None and row.namespace != namespace):
             return False
@@ -262,7 +262,7 @@ class HashIndex:
         return None
 
     def expire(self, before_ms: int, most: int) -> None:
-        """Drop at most `most` rows that were last used before that: a shared store's time to live has ended them."""
+        """Drops at most `most` rows that were last used before that: a shared store's time to live has ended them."""
         for _ in range(most if self.shared else 0):
             key = self._oldest()
             if key is None or self.rows[key].used_ms >= before_ms:
@@ -270,7 +270,7 @@ class HashIndex:
             self._drop(key)
 
     def shrink(self) -> None:
-        """Drop the least recently used rows beyond the quota, but none that a lease holds."""
+        """Drops the least recently used rows beyond the quota, but none that a lease holds."""
         while self.quota.is_exceeded:
             key = self._oldest()
             if key is None:

@@ -193,7 +193,7 @@ class StateGroup(SparseGroup):
         return nodes
 
     def _publish_slot(self, lease: Lease, boundary: int, slot: int, retention: Retention) -> list[Node]:
-        """Give a private slot to the tree; where there is a snapshot already, the slot is freed. Returns the node that
+        """Gives a private slot to the tree; where there is a snapshot already, the slot is freed. Returns the node that
         holds more now, if any does."""
         node = lease.node.holder(boundary - 1)
         is_new = self._fill(node, boundary - 1, slot)

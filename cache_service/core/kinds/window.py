@@ -151,7 +151,7 @@ class WindowGroup(SparseGroup):
                 remaps.append(GroupPages(self.number, page, pack([standing])))
 
     def publish(self, lease: Lease) -> Sequence[Node]:
-        """Drop the published pages that no later launch reads."""
+        """Drops the published pages that no later launch reads."""
         hold: WindowHold = lease.holds[self.number]
         first = min(self.first_page(lease.computed_tokens), hold.end)
         if not lease.bypass:
