@@ -69,7 +69,7 @@ class BaselineManager:
         return node, pos, pages
 
     def _publish(self, node: Node, start: int, tokens: bytes, pages: bytes) -> tuple[Node, bytes]:
-        """Make tokens[start:] findable behind `node`. Returns the pinned node at their end, and the pages left."""
+        """Makes tokens[start:] findable behind `node`. Returns the pinned node at their end, and the pages left."""
         end = len(tokens) // PAGE_BYTES * PAGE_BYTES
         node, pos = self._end_of(self._walk(node, start, tokens, end))
         if pos > start:  # published by another request meanwhile: the own copies go free
@@ -135,7 +135,7 @@ class BaselineManager:
             node = node.parent
 
     def _evict(self, num_pages: int) -> None:
-        """Cut the tails of the oldest leaves; a leaf that keeps pages keeps its place."""
+        """Cuts the tails of the oldest leaves; a leaf that keeps pages keeps its place."""
         while num_pages > 0:
             node, _ = self._evictable.popitem(last=False)
             held = len(node.pages) // PAGE_ID_BYTES

@@ -91,7 +91,7 @@ def random_tokens(seed: int, num_tokens: int) -> bytes:
 
 
 def publish_prompt(manager: CacheManager, number: int, tokens: bytes) -> None:
-    """Compute a prompt whole, and leave it cached."""
+    """Computes a prompt whole, and leaves it cached."""
     sequence = SequenceId(number)
     assert isinstance(manager.acquire(replay.WORKER, Acquire(sequence, replay.NAMESPACE, tokens)), Grant)
     manager.publish(replay.WORKER, Publish(sequence, b"", len(tokens) // 4))

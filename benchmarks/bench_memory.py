@@ -21,7 +21,7 @@ RUN_PAGES = 16
 
 
 def one_run(manager: CacheManager, number: int) -> None:
-    """Publish a prompt of 16 pages that no other shares."""
+    """Publishes a prompt of 16 pages that no other shares."""
     publish_prompt(manager, number, array("i", range(number, number + RUN_PAGES * PAGE_TOKENS)).tobytes())
     manager.take_events()
 
