@@ -89,7 +89,7 @@ class Peer:
         return Run(time.perf_counter() - start_s, time.process_time() - start_cpu_s, answers.tolist())
 
     def is_tie(self, prompt: Sequence[int], expected: Sequence[int], got: Sequence[int]) -> bool:
-        """Whether the first token in which the answers differ has all but the logit of transformers' choice."""
+        """Returns whether the first token in which the answers differ has all but the logit of transformers' choice."""
         at = next(at for at, pair in enumerate(zip(expected, got, strict=True)) if pair[0] != pair[1])
         with torch.inference_mode():
             logits = self._model(torch.tensor([[*prompt, *expected[:at]]])).logits[0, -1]

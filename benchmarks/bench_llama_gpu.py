@@ -210,7 +210,7 @@ def measure(invariance: Invariance, kv_dtype: str, cases: Sequence[str]) -> dict
 
 
 def cost(batch: dict[str, Any], fast: dict[str, Any]) -> Figures:
-    """How much longer a launch takes under `batch`."""
+    """Returns how much longer a launch takes under `batch`."""
     times = {
         name: next(unit for unit in ("device_us", "ttft_us") if unit in batch[name]) for name in CASES if name in batch
     }

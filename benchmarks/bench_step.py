@@ -136,7 +136,7 @@ class EchoClient:
         self._stream: Any = channel.stream_stream("/bench/Echo")()
 
     async def ask(self) -> float:
-        """How long one message took."""
+        """Returns how long one message took."""
         started = time.perf_counter()
         await self._stream.write(Echo.REQUEST)
         await self._stream.read()

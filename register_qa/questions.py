@@ -70,7 +70,7 @@ class Question:
 
 
 def is_correct(question: Question, text: str) -> bool:
-    """Whether the generated text is the answer, word for word: special tokens left out, white space around forgiven."""
+    """Returns whether the text is the answer, word for word: without special tokens, and white space around it."""
     return text.strip() == question.answer
 
 

@@ -64,7 +64,7 @@ class Services:
         )
 
     def is_settled(self) -> bool:
-        """Whether all that engines reserved is written or given up."""
+        """Returns whether all that engines reserved is written or given up."""
         with grpc.insecure_channel(self.cache.address) as channel:
             stats = cache_pb2_grpc.PrefixCacheStub(channel).Stats(cache_pb2.StatsRequest(), timeout=CALL_S)
         return not stats.attachments.num_tickets

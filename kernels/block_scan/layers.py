@@ -40,7 +40,7 @@ class GatedDeltaLayer(NamedTuple):
 
     @property
     def by_channel(self) -> bool:
-        """Whether each key channel has a decay of its own."""
+        """Returns whether each key channel has a decay of its own."""
         return self.g.dim() == 3
 
 

@@ -84,7 +84,7 @@ class StepBuilder:
         return asked
 
     def is_at(self, last_step_id: int) -> bool:
-        """Whether the cache service is at the last step that got a reply, or one further: then that reply was lost."""
+        """Returns whether the cache service is at the last step with a reply, or one further: its reply was lost."""
         step = self.unanswered
         return last_step_id in ((self._last_step_id,) if step is None else (step.step_id - 1, step.step_id))
 
