@@ -70,7 +70,7 @@ def scored(
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("lengths", [FEW, MANY, PROMPT], ids=["spans", "tiles", "prompt"])
+@pytest.mark.parametrize("lengths", [FEW, MANY, PROMPT], ids=["few", "tiles", "prompt"])
 class TestIndexLogits:
     @pytest.mark.parametrize(("heads", "page_tokens"), [(64, 16), (64, 64), (32, 8), (64, 256)])
     def test_logits_are_the_plain_kernels_bit_for_bit(
@@ -87,6 +87,18 @@ class TestIndexLogits:
             # Hopper's tensor cores add products of fp8 up with 14 bits.
             tolerance = 1e-3 * float(wanted.nan_to_num().max()) if fp8 else 1e-3
             torch.testing.assert_close(got, wanted, rtol=1e-4, atol=tolerance, equal_nan=True)
+
+    def test_spans_have_the_bits_of_blocks(
+        self, lengths: list[tuple[int, int]], fp8: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from kernels.index_logits.hopper import launch
+
+        case = make_sparse(lengths, INDEX_DIM, num_decode=2, device="cuda", fp8=fp8)
+        inputs = index_inputs(case, 64)
+        some = slice(0, 40)
+        wanted = scored(case, inputs, Backend.GLUON, some)
+        monkeypatch.setattr(launch, "MOST_BLOCK_LOGITS", 0)
+        assert_same_bits(scored(case, inputs, Backend.GLUON, some), wanted)
 
     def test_fp16(self, lengths: list[tuple[int, int]], fp8: bool) -> None:
         if fp8:
@@ -259,11 +271,17 @@ def test_which_kernel_a_launch_takes(rows: int, keys: int, sequences: int, fp8: 
     assert (index_hopper.is_tiled(call), index_hopper.is_better_plain(call)) == (tiled, plain)
 
 
-def test_spans_are_shorter_where_programs_are_few() -> None:
-    pytest.importorskip("triton")
-    from kernels.index_logits.hopper.launch import span_keys
-
-    assert [span_keys(*size, 132) for size in ((1, 65_536), (16, 65_536), (64, 65_536))] == [256, 1024, 2048]
+@pytest.mark.parametrize(
+    ("rows", "keys", "sequences", "wanted"),
+    [(16, 65_536, 16, "blocks"), (17, 65_536, 17, "spans"), (100, 4096, 1, "blocks"), (300, 4096, 1, "tiles")],
+)
+def test_how_a_launch_is_divided(rows: int, keys: int, sequences: int, wanted: str) -> None:
+    launch = pytest.importorskip("kernels.index_logits.hopper.launch")
+    call = index_call()
+    call = call._replace(
+        q=call.q[:1].expand(rows, -1, -1), block_tables=call.block_tables.expand(sequences, -1), max_keys=keys
+    )
+    assert launch.launch_by(call).__name__ == f"_launch_{wanted}"
 
 
 @pytest.mark.parametrize(

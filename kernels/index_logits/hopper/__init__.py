@@ -1,7 +1,7 @@
 """The fast path of index_logits on Hopper: which cases it takes, and how a launch is divided.
 
-What decides whether it takes a case is fixed for a model and its pool. Its two kernels and the plain one give the same
-bits, so which of them runs may follow the launch's size.
+What decides whether it takes a case is fixed for a model and its pool. Its three kernels and the plain one give the
+same bits, so which of them runs may follow the launch's size.
 """
 
 import torch

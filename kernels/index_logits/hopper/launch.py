@@ -1,5 +1,6 @@
 """Launches index_logits' Gluon kernels: descriptors of queries and pages, and how a launch is divided."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from kernels.device import num_multiprocessors
 from kernels.index_logits.call import IndexLogitsCall
 from kernels.index_logits.hopper import is_tiled
+from kernels.index_logits.hopper.blocks import score_blocks
 from kernels.index_logits.hopper.spans import score_spans
 from kernels.index_logits.hopper.tiles import score_tiles
 
@@ -33,16 +35,28 @@ TILES = {2: TileShape(4, 1, 64, 2, 6), 1: TileShape(3, 2, 64, 2, 12)}
 # and 32 rows take 70, 74 and 85 us for 2,048 rows of as many keys in bf16, 277, 268 and 263 behind 4,096 keys, 3.55,
 # 3.41 and 3.34 ms behind 63,488; over fp8 keys 54, 61 and 59 us, 209, 205 and 203, 2.37, 2.25 and 2.19 ms.
 FEW_LOGITS, FEW_LOGITS_ROWS, TILE_ROWS = 12 << 20, 8, 32
-# Of spans: keys of a product, blocks on their way by the bytes of an element, the longest span and how many a program
-# has at least.
-SPAN_KEYS, SPAN_STAGES, MOST_SPAN, LEAST_SPANS = 128, {2: 3, 1: 6}, 2048, 4
-SPAN_CONSUMERS = 2
+# Other launches of up to so many logits have a program for each block of keys of a row. Microseconds on an H200 with
+# blocks and with spans, rows of 65,536 keys, bf16 and fp8: 1 row 11.1, 12.6 and 8.3, 10.9; 4 rows 27.3, 29.1 and 17.7,
+# 22.0; 16 rows 77.5, 79.6 and 48.9, 53.2.
+MOST_BLOCK_LOGITS = 1 << 20
+# Keys of a block by the bytes of an element. With 64, 128 and 256 a row takes 11.2, 11.1 and 11.9 us, over fp8 keys
+# 8.3, 8.8 and 9.1.
+BLOCK_KEYS = {2: 128, 1: 64}
+# Of spans: keys of a product, blocks on their way by the bytes of an element, keys of a span.
+SPAN_KEYS, SPAN_STAGES, SPAN = 128, {2: 3, 1: 6}, 2048
 
 
 def launch(call: IndexLogitsCall, out: torch.Tensor) -> None:
     """Launches over checked, non-empty arguments."""
     with torch.cuda.device_of(call.q):
-        (_launch_tiles if is_tiled(call) else _launch_spans)(call, out)
+        launch_by(call)(call, out)
+
+
+def launch_by(call: IndexLogitsCall) -> Callable[[IndexLogitsCall, torch.Tensor], None]:
+    """Returns what launches a case, judged by the sizes that the host knows."""
+    if is_tiled(call):
+        return _launch_tiles
+    return _launch_blocks if call.q.shape[0] * call.max_keys <= MOST_BLOCK_LOGITS else _launch_spans
 
 
 def _launch_tiles(call: IndexLogitsCall, out: torch.Tensor) -> None:
@@ -74,10 +88,30 @@ def tile_rows(num_rows: int, max_keys: int) -> int:
     return FEW_LOGITS_ROWS if num_rows * max_keys < FEW_LOGITS else TILE_ROWS
 
 
+def _launch_blocks(call: IndexLogitsCall, out: torch.Tensor) -> None:
+    keys = BLOCK_KEYS[call.q.element_size()]
+    score_blocks[(triton.cdiv(call.max_keys, keys), call.q.shape[0])](
+        call.q,
+        call.pages,
+        call.weights,
+        call.weights if call.scales is None else call.scales,
+        call.block_tables,
+        *call.rows,
+        out,
+        call.max_keys,
+        call.least_keys,
+        call.q.stride(0),
+        *_strides(call),
+        **_sizes(call),
+        KEYS=keys,
+        num_warps=4,
+        launch_pdl=True,
+    )
+
+
 def _launch_spans(call: IndexLogitsCall, out: torch.Tensor) -> None:
     programs, tokens = num_multiprocessors(call.q.device), call.q.shape[0]
-    span = span_keys(tokens, call.max_keys, programs)
-    spans = triton.cdiv(call.max_keys, span)
+    spans = triton.cdiv(call.max_keys, SPAN)
     score_spans[(min(programs, tokens * spans),)](
         *_descriptors(call, SPAN_KEYS),
         call.weights,
@@ -91,19 +125,11 @@ def _launch_spans(call: IndexLogitsCall, out: torch.Tensor) -> None:
         call.least_keys,
         *_strides(call),
         **_sizes(call),
-        SPAN=span,
+        SPAN=SPAN,
         KEYS=SPAN_KEYS,
         STAGES=SPAN_STAGES[call.q.element_size()],
         num_warps=4,
     )
-
-
-def span_keys(num_rows: int, max_keys: int, programs: int) -> int:
-    """Returns the keys of a span: fewer where programs would have fewer than LEAST_SPANS each, down to one block."""
-    span = MOST_SPAN
-    while span > SPAN_KEYS * SPAN_CONSUMERS and num_rows * max_keys < LEAST_SPANS * span * programs:
-        span //= 2
-    return span
 
 
 def _descriptors(call: IndexLogitsCall, keys: int) -> tuple[TensorDescriptor, TensorDescriptor]:

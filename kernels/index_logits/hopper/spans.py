@@ -1,4 +1,4 @@
-"""index_logits in Gluon for Hopper, for few rows: a query stays in registers while its keys stream past.
+"""index_logits in Gluon for Hopper, for decoding rows: a query stays in registers while its keys stream past.
 
 producer     blocks of keys, box by box, in a ring; the query of the next span
 consumers    KEYS keys of each block each
