@@ -86,14 +86,17 @@ def choose_kept(logits_ptr, num_keys_ptr, bounds_ptr, counts_ptr, kept_ptr, out_
     to_ptr = out_ptr + row * K
     allow_next_launch()
     wait_for_last_launch()
+    # These loads do not wait for each other. Each warp has all counts, so their sum passes no barrier.
+    ALL: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 1], [32, 1], [1, WARPS], [0, 1]))
+    i = gl.arange(0, SPANS, ALL)
+    counts_ptr += row * spans
     count = gl.load(num_keys_ptr + row)
+    counts = gl.load(counts_ptr + i, mask=i < spans, other=0)
+    bound = gl.load(bounds_ptr + row).to(gl.uint32, bitcast=True)
     if count <= K:
         keep_all(to_ptr, count, K, BLOCK_K, WARPS)
     else:
-        counts_ptr += row * spans
-        i = gl.arange(0, SPANS, gl.BlockedLayout([1], [32], [WARPS], [0]))
-        total = gl.sum(gl.load(counts_ptr + i, mask=i < spans, other=0), 0)
-        bound = gl.load(bounds_ptr + row).to(gl.uint32, bitcast=True)
+        total = gl.sum(counts, 0)
         kept_ptr += row * width
         if (total < K) | (total > HELD):
             choose_from_row(logits_ptr + row * stride_row, count, to_ptr, K, SLOTS, WARPS)

@@ -64,6 +64,15 @@ def scratch_of_warps(WARPS: gl.constexpr):
 
 
 @gluon.jit
+def scratch_of_lanes(WARPS: gl.constexpr):
+    """Returns room for a number of each of up to 32 warps; those of other ones are 0."""
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    scratch = gl.allocate_shared_memory(gl.int32, [32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    scratch.store(gl.zeros([32], gl.int32, LANES))
+    return scratch
+
+
+@gluon.jit
 def read_warp_sums(scratch, WARPS: gl.constexpr):
     """Returns what write_warp_sums stored, [WARPS], all of it in each thread."""
     BY_WARP: gl.constexpr = gl.BlockedLayout([WARPS, 1], [1, 32], [1, WARPS], [1, 0])
@@ -93,15 +102,15 @@ def ordered(logits):
 
 
 @gluon.jit
-def counts_reaching(key, first, step, WARPS: gl.constexpr):
+def counts_reaching(key, first, step, pairs, thirds, WARPS: gl.constexpr):
     """Returns how many of the keys, fewer than 2^16, reach first + step, first + 2 step and first + 3 step."""
-    pairs, thirds = scratch_of_warps(WARPS), scratch_of_warps(WARPS)
     pair = gl.where(key >= first + step, 1, 0) + gl.where(key >= first + 2 * step, 65536, 0)
-    write_warp_sums(gl.sum(pair, 0), pairs, WARPS)
-    write_warp_sums(gl.sum((key >= first + 3 * step).to(gl.int32), 0), thirds, WARPS)
-    # Each thread adds up all warps' sums: half as many barriers, and no shuffles among those sums.
-    pair = gl.sum(read_warp_sums(pairs, WARPS), 0)
-    third = gl.sum(read_warp_sums(thirds, WARPS), 0)
+    write_warp_sums(gl.sum(pair, 0), pairs.slice(0, WARPS, 0), WARPS)
+    write_warp_sums(gl.sum((key >= first + 3 * step).to(gl.int32), 0), thirds.slice(0, WARPS, 0), WARPS)
+    # Each warp adds up all warps' sums, one for a lane: half as many barriers.
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    pair = gl.sum(pairs.load(LANES), 0)
+    third = gl.sum(thirds.load(LANES), 0)
     return pair & 65535, pair >> 16, third
 
 
@@ -109,14 +118,27 @@ def counts_reaching(key, first, step, WARPS: gl.constexpr):
 def kth_largest(key, valid, k, threshold, bit, LEAST_BIT: gl.constexpr, WARPS: gl.constexpr):
     """Returns the largest number that at least k of the keys reach, of these one with few bits set.
 
-    `valid` keys reach `threshold`, whose bits from `bit` on, an odd one, are decided; bits below LEAST_BIT stay 0.
+    `valid` keys reach `threshold`, whose bits from `bit` on, an odd one, are decided; bits below LEAST_BIT, an even
+    one, stay 0.
     """
+    # What one step writes the step after the next one writes again: a barrier for each step, not two.
+    pairs, thirds, other_pairs, other_thirds = (
+        scratch_of_lanes(WARPS), scratch_of_lanes(WARPS), scratch_of_lanes(WARPS), scratch_of_lanes(WARPS)
+    )  # fmt: skip
     reached = valid
     while (bit > LEAST_BIT) & (reached != k):
-        step = gl.to_tensor(1).to(gl.uint32) << (bit - 1).to(gl.uint32)
-        one, two, three = counts_reaching(key, threshold, step, WARPS)
-        reached = gl.where(three >= k, three, gl.where(two >= k, two, gl.where(one >= k, one, reached)))
-        digit = (one >= k).to(gl.uint32) + (two >= k).to(gl.uint32) + (three >= k).to(gl.uint32)
-        threshold += digit * step
-        bit -= 2
+        threshold, reached = narrowed(key, k, threshold, reached, bit, pairs, thirds, WARPS)
+        # Behind the last bit this step finds nothing, as no larger number is reached by as many.
+        threshold, reached = narrowed(key, k, threshold, reached, bit - 2, other_pairs, other_thirds, WARPS)
+        bit -= 4
     return threshold
+
+
+@gluon.jit
+def narrowed(key, k, threshold, reached, bit, pairs, thirds, WARPS: gl.constexpr):
+    """Returns the threshold with two more bits, from `bit` on, decided, and how many keys reach it."""
+    step = gl.to_tensor(1).to(gl.uint32) << gl.maximum(bit - 1, 0).to(gl.uint32)
+    one, two, three = counts_reaching(key, threshold, step, pairs, thirds, WARPS)
+    reached = gl.where(three >= k, three, gl.where(two >= k, two, gl.where(one >= k, one, reached)))
+    digit = (one >= k).to(gl.uint32) + (two >= k).to(gl.uint32) + (three >= k).to(gl.uint32)
+    return threshold + digit * step, reached

@@ -130,11 +130,11 @@ def keep_held(key, position, total, bound, out_ptr, K: gl.constexpr, SLOTS: gl.c
     """Writes the positions of the K largest of a tile of keys in their order; `total` keys reach the bound, others
     are 0."""
     _, lane, _ = lanes_of_tile(SLOTS, WARPS)
-    largest = gl.max(gl.max(key, 0), 0)
-    # All bits above the highest one in which the bound and the largest key differ are theirs.
-    bit = gl.maximum(leading_bit(bound ^ largest), 0) | 1
-    above = gl.to_tensor(0xFFFFFFFE).to(gl.uint32) << bit.to(gl.uint32)
-    found = kth_largest(key, total, K, bound & above, bit, 0, WARPS)
+    # Counted from the bound on, keys have fewer bits to decide than those in which they differ from it: 1.9 and 2
+    # differ from bit 30 on and are 2^20 apart.
+    key = gl.where(key >= bound, key - bound + 1, 0)
+    bit = gl.maximum(leading_bit(gl.max(gl.max(key, 0), 0)), 0) | 1
+    found = kth_largest(key, total, K, gl.to_tensor(0).to(gl.uint32), bit, 0, WARPS)
     threshold = gl.maximum(found, gl.to_tensor(1).to(gl.uint32))  # a key of 0 is none
     is_larger = key > threshold
     is_equal = key == threshold
