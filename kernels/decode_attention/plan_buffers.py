@@ -99,7 +99,7 @@ class DecodePlan:
         # What hopper/places.py counts, and arrivals of each pair. All return to what they are here with every launch.
         counters = torch.zeros(4 + pairs, dtype=torch.int32, device=self.device)
         self.work, self.arrivals = counters[:4], counters[4:]
-        self.work[3] = -1
+        self.work[3:].fill_(-1)  # an assignment would wait for the device
 
     def _max_groups(self) -> int:
         """Returns how many groups a pair's planned keys may touch: the newest ones can begin within a group."""
