@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+from typing import Any
 
 import pytest
 import torch
@@ -91,22 +91,23 @@ def test_the_tiles_change_no_bit(
     [
         ({}, None),
         ({"is_transposed": True}, None),
-        ({"shape": (MOST_TOKENS + 1, 2, 128, 64, 64)}, "needs at most 16 tokens, got 17"),
-        ({"shape": (1, 2, 96, 64, 64)}, "matrices of 96 x 64, not of multiples of 64 and at most 1024 deep"),
-        ({"shape": (1, 2, 1088, 64, 0)}, "matrices of 1088 x 64"),
-        ({"shape": (1, 2, 128, 64, 4)}, r"x not aligned to 16 bytes, strides \(264, 132, 1\)"),
+        ({"shape": (1, 2, 512, 128, 0)}, None),
+        ({"shape": (MOST_TOKENS + 1, 2, 128, 512, 64)}, "needs at most 16 tokens, got 17"),
+        ({"shape": (1, 2, 192, 512, 64)}, "matrices of 192 x 512, not one of"),
+        ({"shape": (1, 2, 128, 512, 8)}, "rows not at multiples of 16 elements, strides"),
     ],
 )
-def test_what_the_kernel_for_few_tokens_takes(change: dict[str, object], message: str | None) -> None:
-    reason = reason_against_case(*rows_and_matrices(**{"shape": (1, 2, 128, 64, 64), **change}))  # type: ignore[arg-type]
-    assert reason is None if message is None else reason is not None and re.match(message, reason)
+def test_what_the_kernel_for_few_tokens_takes(change: dict[str, Any], message: str | None) -> None:
+    x, weight, _ = rows_and_matrices(**{"shape": (1, 2, 128, 512, 64), **change})
+    reason = reason_against_case(x, weight)
+    assert reason is None if message is None else str(reason).startswith(message)
 
 
 def test_what_the_kernel_for_few_tokens_refuses() -> None:
-    x, weight, out = rows_and_matrices((1, 2, 128, 64, 64))
-    assert reason_against_case(x.half(), weight.half(), out.half()) == "torch.float16 rows"
+    x, weight, out = rows_and_matrices((1, 2, 128, 512, 64))
+    assert reason_against_case(x.half(), weight.half()) == "torch.float16 rows"
     gaps = weight.repeat_interleave(2, 2)[..., ::2]
-    assert str(reason_against_case(x, gaps, out)).startswith("matrices with gaps, strides")
+    assert str(reason_against_case(x, gaps)).startswith("matrices with gaps, strides")
     with pytest.raises(KernelArgumentError, match="backend GLUON: needs a Hopper GPU"):
         head_linear(x, weight, out, backend=Backend.GLUON)
 
@@ -115,7 +116,7 @@ def test_what_the_kernel_for_few_tokens_refuses() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("heads", [1, 16, 128])
-@pytest.mark.parametrize(("depth", "outputs", "carried"), [(128, 512, 64), (512, 128, 0), (192, 512, 64), (64, 64, 8)])
+@pytest.mark.parametrize(("depth", "outputs", "carried"), [(128, 512, 64), (512, 128, 0)])
 def test_few_tokens_have_the_bits_of_the_plain_kernel(
     heads: int, depth: int, outputs: int, carried: int, is_transposed: bool
 ) -> None:

@@ -93,7 +93,7 @@ class TestIndexLogits:
     ) -> None:
         from kernels.index_logits.hopper import launch
 
-        case = make_sparse(lengths, INDEX_DIM, num_decode=2, device="cuda", fp8=fp8)
+        case = make_sparse(lengths, INDEX_DIM, num_decode=2, device="cuda", page_tokens=64, fp8=fp8)
         inputs = index_inputs(case, 64)
         some = slice(0, 40)
         wanted = scored(case, inputs, Backend.GLUON, some)
@@ -272,16 +272,27 @@ def test_which_kernel_a_launch_takes(rows: int, keys: int, sequences: int, fp8: 
 
 
 @pytest.mark.parametrize(
-    ("rows", "keys", "sequences", "wanted"),
-    [(16, 65_536, 16, "blocks"), (17, 65_536, 17, "spans"), (100, 4096, 1, "blocks"), (300, 4096, 1, "tiles")],
-)
-def test_how_a_launch_is_divided(rows: int, keys: int, sequences: int, wanted: str) -> None:
+    ("rows", "keys", "sequences", "change", "wanted"),
+    [
+        (16, 65_536, 16, {}, "blocks"), (17, 65_536, 17, {}, "spans"), (100, 4096, 1, {}, "blocks"),
+        (300, 4096, 1, {}, "tiles"), (1, 4096, 1, {"heads": 32}, "spans"), (1, 4096, 1, {"page_tokens": 16}, "spans"),
+        (1, 4096, 1, {"dtype": torch.float16}, "spans"),
+    ],
+)  # fmt: skip
+def test_how_a_launch_is_divided(rows: int, keys: int, sequences: int, change: dict[str, Any], wanted: str) -> None:
     launch = pytest.importorskip("kernels.index_logits.hopper.launch")
-    call = index_call()
+    call = index_call(**{"page_tokens": 64, **change})
     call = call._replace(
         q=call.q[:1].expand(rows, -1, -1), block_tables=call.block_tables.expand(sequences, -1), max_keys=keys
     )
     assert launch.launch_by(call).__name__ == f"_launch_{wanted}"
+
+
+def test_spans_are_shorter_where_programs_are_few() -> None:
+    pytest.importorskip("triton")
+    from kernels.index_logits.hopper.launch import span_keys
+
+    assert [span_keys(*size, 132) for size in ((1, 65_536), (16, 65_536), (64, 65_536))] == [256, 1024, 2048]
 
 
 @pytest.mark.parametrize(

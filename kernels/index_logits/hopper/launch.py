@@ -39,11 +39,15 @@ FEW_LOGITS, FEW_LOGITS_ROWS, TILE_ROWS = 12 << 20, 8, 32
 # blocks and with spans, rows of 65,536 keys, bf16 and fp8: 1 row 11.1, 12.6 and 8.3, 10.9; 4 rows 27.3, 29.1 and 17.7,
 # 22.0; 16 rows 77.5, 79.6 and 48.9, 53.2.
 MOST_BLOCK_LOGITS = 1 << 20
+# Of what these were compared with the other kernels on an H200: heads, tokens of a page.
+BLOCK_CASE = (64, 64)
 # Keys of a block by the bytes of an element. With 64, 128 and 256 a row takes 11.2, 11.1 and 11.9 us, over fp8 keys
 # 8.3, 8.8 and 9.1.
 BLOCK_KEYS = {2: 128, 1: 64}
-# Of spans: keys of a product, blocks on their way by the bytes of an element, keys of a span.
-SPAN_KEYS, SPAN_STAGES, SPAN = 128, {2: 3, 1: 6}, 2048
+# Of spans: keys of a product, blocks on their way by the bytes of an element, the longest span and how many a program
+# has at least.
+SPAN_KEYS, SPAN_STAGES, MOST_SPAN, LEAST_SPANS = 128, {2: 3, 1: 6}, 2048, 4
+SPAN_CONSUMERS = 2
 
 
 def launch(call: IndexLogitsCall, out: torch.Tensor) -> None:
@@ -56,7 +60,9 @@ def launch_by(call: IndexLogitsCall) -> Callable[[IndexLogitsCall, torch.Tensor]
     """Returns what launches a case, judged by the sizes that the host knows."""
     if is_tiled(call):
         return _launch_tiles
-    return _launch_blocks if call.q.shape[0] * call.max_keys <= MOST_BLOCK_LOGITS else _launch_spans
+    is_few = call.q.shape[0] * call.max_keys <= MOST_BLOCK_LOGITS
+    case = (call.q.shape[1], call.pages.shape[1])
+    return _launch_blocks if is_few and case == BLOCK_CASE and call.q.dtype is not torch.float16 else _launch_spans
 
 
 def _launch_tiles(call: IndexLogitsCall, out: torch.Tensor) -> None:
@@ -111,7 +117,8 @@ def _launch_blocks(call: IndexLogitsCall, out: torch.Tensor) -> None:
 
 def _launch_spans(call: IndexLogitsCall, out: torch.Tensor) -> None:
     programs, tokens = num_multiprocessors(call.q.device), call.q.shape[0]
-    spans = triton.cdiv(call.max_keys, SPAN)
+    span = span_keys(tokens, call.max_keys, programs)
+    spans = triton.cdiv(call.max_keys, span)
     score_spans[(min(programs, tokens * spans),)](
         *_descriptors(call, SPAN_KEYS),
         call.weights,
@@ -125,11 +132,19 @@ def _launch_spans(call: IndexLogitsCall, out: torch.Tensor) -> None:
         call.least_keys,
         *_strides(call),
         **_sizes(call),
-        SPAN=SPAN,
+        SPAN=span,
         KEYS=SPAN_KEYS,
         STAGES=SPAN_STAGES[call.q.element_size()],
         num_warps=4,
     )
+
+
+def span_keys(num_rows: int, max_keys: int, programs: int) -> int:
+    """Returns the keys of a span: fewer where programs would have fewer than LEAST_SPANS each, down to one block."""
+    span = MOST_SPAN
+    while span > SPAN_KEYS * SPAN_CONSUMERS and num_rows * max_keys < LEAST_SPANS * span * programs:
+        span //= 2
+    return span
 
 
 def _descriptors(call: IndexLogitsCall, keys: int) -> tuple[TensorDescriptor, TensorDescriptor]:
