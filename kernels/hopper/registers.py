@@ -24,3 +24,20 @@ def opaque_zero():
 def opaque_zero_of(x):
     """The same, computed anew wherever int32 `x` changes, as in each iteration of a loop."""
     return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def settled(x):
+    """Returns fp32 `x`, two numbers a thread and none below -inf; waits that follow do not begin before it is known.
+
+    The assembler moves waits ahead of arithmetic, but not ahead of a barrier: this one is never reached.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.lt.f32 p, $2, 0fFF800000; setp.lt.or.f32 p, $3, 0fFF800000, p;"
+        " @p bar.sync 15, 128; mov.b32 $0, $2; mov.b32 $1, $3; }",
+        "=&f,=&f,f,f",
+        [x],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=2,
+    )

@@ -13,122 +13,33 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from kernels.hopper.barriers import thread_barrier
-from kernels.hopper.registers import opaque
-from kernels.hopper.work_queue import draw, leave, publish, take
+from kernels.hopper.registers import opaque, settled
+from kernels.hopper.stages import give_back
+from kernels.hopper.work_queue import take
 from kernels.mla_prefill.hopper.output import RUNS, places, store_output, store_state
+from kernels.mla_prefill.hopper.producer import KEYS_READ, VALUES_READ, produce
 from kernels.softmax.triton import MASKED, NO_KEYS
 
 BLOCK = 128
 
 
 @gluon.jit
-def _place(item, order_ptr, tiles, section):
-    """(sequence, tile, head) of an item: section by section, in it tile by tile, in it head by head."""
-    per_section = tiles * section
-    rest = item % per_section
-    seq = gl.load(order_ptr + rest // section * 2)
-    tile = gl.load(order_ptr + rest // section * 2 + 1)
-    return seq, tile, item // per_section * section + rest % section
+def _raised(scores, row_max, scale_log2):
+    """Returns the rows' maxima with a tile's scores."""
+    return gl.maximum(row_max, gl.max(scores, 1) * scale_log2)
 
 
 @gluon.jit
-def _extent(seq, tile, cu_q_ptr, cu_k_ptr, offsets_ptr, BLOCK: gl.constexpr, MODE: gl.constexpr):
-    """(first query, queries, first key, keys, position of query 0 among the keys, key tiles) of a tile of queries."""
-    q_start = gl.load(cu_q_ptr + seq)
-    q_len = gl.load(cu_q_ptr + seq + 1) - q_start
-    k_start = gl.load(cu_k_ptr + seq)
-    k_len = gl.load(cu_k_ptr + seq + 1) - k_start
-    if MODE == 0:
-        offset = k_len - q_len
-    elif MODE == 1:
-        offset = gl.load(offsets_ptr + seq)
-    else:
-        offset = k_len
-    seen = gl.minimum(k_len, offset + gl.minimum(q_len, (tile + 1) * BLOCK))
-    return q_start, q_len, k_start, k_len, offset, (gl.maximum(seen, 0) + BLOCK - 1) // BLOCK
-
-
-@gluon.jit
-def _produce(
-    q_nope_desc,
-    q_rope_desc,
-    k_nope_desc,
-    k_rope_desc,
-    v_desc,
-    plan,
-    strides,
-    section,
-    shared,
-    bars,
-    HEADS: gl.constexpr,
-    BLOCK: gl.constexpr,
-    STAGES: gl.constexpr,
-    MODE: gl.constexpr,
-):
-    order_ptr, counts_ptr, cu_q_ptr, cu_k_ptr, offsets_ptr = plan
-    stride_q_head, stride_nope_head, stride_rope_head, stride_v_head = strides
-    q_nope, q_rope, k_nope, k_rope, v, queue = shared
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, queue_full, queue_empty = bars
-    HALF: gl.constexpr = BLOCK // 2
-    programs = gl.num_programs(0)
-    tiles = gl.load(counts_ptr)
-    items = tiles * HEADS
-    item = gl.program_id(0)
-    turn = 0
-    loads = 0
-    step = 0
-    while item < items:
-        seq, tile, head = _place(item, order_ptr, tiles, section)
-        q_start, q_len, k_start, k_len, offset, count = _extent(seq, tile, cu_q_ptr, cu_k_ptr, offsets_ptr, BLOCK, MODE)
-        publish(queue, queue_full, queue_empty, turn, (head, q_start, tile, q_len, k_len, offset, count))
-        turn += 1
-        for i in range(count):
-            s = step % STAGES
-            phase = ((step // STAGES) & 1) ^ 1
-            row = k_start + i * BLOCK
-            mbarrier.wait(k_empty.index(s), phase)
-            mbarrier.expect(k_full.index(s), BLOCK * 192 * 2)
-            tma.async_copy_global_to_shared(
-                k_nope_desc, [row, head * stride_nope_head], k_full.index(s), k_nope.index(s)
-            )
-            tma.async_copy_global_to_shared(
-                k_rope_desc, [row, head * stride_rope_head], k_full.index(s), k_rope.index(s)
-            )
-            if i == 0:
-                # Behind the first keys: these have room before the last item's queries are done with.
-                for part in gl.static_range(2):
-                    q_row = q_start + tile * BLOCK + part * HALF
-                    mbarrier.wait(q_empty.index(part), (loads & 1) ^ 1)
-                    mbarrier.expect(q_full.index(part), HALF * 192 * 2)
-                    tma.async_copy_global_to_shared(
-                        q_nope_desc, [q_row, head * stride_q_head], q_full.index(part), q_nope.index(part)
-                    )
-                    tma.async_copy_global_to_shared(
-                        q_rope_desc, [q_row, head * stride_q_head + 128], q_full.index(part), q_rope.index(part)
-                    )
-                loads += 1
-            mbarrier.wait(v_empty.index(s), phase)
-            mbarrier.expect(v_full.index(s), BLOCK * 128 * 2)
-            tma.async_copy_global_to_shared(v_desc, [row, head * stride_v_head], v_full.index(s), v.index(s))
-            step += 1
-        item = draw(counts_ptr + 1, programs)
-    publish(queue, queue_full, queue_empty, turn, (-1, 0, 0, 0, 0, 0, 0))
-    leave(counts_ptr + 1, programs)
-
-
-@gluon.jit
-def _softmax_step(scores, row_max, row_sum, scale_log2):
-    """Weights of a tile, and what the row's earlier sums shrink by."""
-    new_max = gl.maximum(row_max, gl.max(scores, 1) * scale_log2)
+def _weigh(scores, row_max, row_sum, new_max, scale_log2):
+    """Returns (weights of a tile, the rows' sums, what their earlier sums shrink by)."""
     weights = gl.exp2(scores * scale_log2 - new_max[:, None])
     decay = gl.exp2(row_max - new_max)
-    return weights, new_max, row_sum * decay + gl.sum(weights, 1), decay
+    return weights, row_sum * decay + gl.sum(weights, 1), decay
 
 
 @gluon.jit
@@ -161,7 +72,7 @@ def _consume(
 ):
     out_ptr, lse_ptr, acc_ptr, row_max_ptr, row_sum_ptr = results
     q_nope, q_rope, k_nope, k_rope, v, queue = shared
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, queue_full, queue_empty = bars
+    q_full, q_empty, k_full, v_full, queue_full, queue_empty = bars
     ROWS: gl.constexpr = BLOCK // 2
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
@@ -201,10 +112,12 @@ def _consume(
             )
             part = warpgroup_mma(q_rope.index(PART), k_rope.index(s).permute((1, 0)), part, is_async=True)
             scores = warpgroup_mma_wait(0, deps=[part])
-            mbarrier.arrive(k_empty.index(s), count=1)
+            give_back(KEYS_READ + s)
             if whole <= 0:
                 scores = gl.where(column[None, :] <= last_seen[:, None], scores, MASKED)
-            weights, row_max, row_sum, decay = _softmax_step(scores, row_max, row_sum, scale_log2)
+            new_max = _raised(scores, row_max, scale_log2)
+            weights, row_sum, decay = _weigh(scores, row_max, row_sum, new_max, scale_log2)
+            row_max = new_max
             acc = acc * gl.convert_layout(decay, OR)[:, None]
             p = gl.convert_layout(weights.to(gl.bfloat16), P)
             for i in range(1, count):
@@ -219,12 +132,15 @@ def _consume(
                 mbarrier.wait(v_full.index(before), ((step + i - 1) // STAGES) & 1)
                 values = warpgroup_mma(p, v.index(before), acc, is_async=True)
                 scores = warpgroup_mma_wait(1, deps=[part])
-                mbarrier.arrive(k_empty.index(s), count=1)
+                give_back(KEYS_READ + s)
                 if i >= whole:
                     scores = gl.where((i * BLOCK + column)[None, :] <= last_seen[:, None], scores, MASKED)
-                weights, row_max, row_sum, decay = _softmax_step(scores, row_max, row_sum, scale_log2)
+                # Maxima are found while the last tile's values are added.
+                new_max = settled(_raised(scores, row_max, scale_log2))
                 acc = warpgroup_mma_wait(0, deps=[values])
-                mbarrier.arrive(v_empty.index(before), count=1)
+                give_back(VALUES_READ + before)
+                weights, row_sum, decay = _weigh(scores, row_max, row_sum, new_max, scale_log2)
+                row_max = new_max
                 acc = acc * gl.convert_layout(decay, OR)[:, None]
                 p = gl.convert_layout(weights.to(gl.bfloat16), P)
             mbarrier.arrive(q_empty.index(PART), count=1)
@@ -234,7 +150,7 @@ def _consume(
                 _clear_tail(v.index(s), k_len - (count - 1) * BLOCK, BLOCK)
             values = warpgroup_mma(p, v.index(s), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[values])
-            mbarrier.arrive(v_empty.index(s), count=1)
+            give_back(VALUES_READ + s)
         step += count
         # Before this item's results are stored: what is read from shared memory would queue behind the stores.
         done_head = head
@@ -305,9 +221,7 @@ def attend_ragged(
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     queue_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     queue_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     for s in gl.static_range(2):
@@ -317,11 +231,9 @@ def attend_ragged(
         mbarrier.init(queue_empty.index(s), count=2)
     for s in gl.static_range(STAGES):
         mbarrier.init(k_full.index(s), count=1)
-        mbarrier.init(k_empty.index(s), count=2)
         mbarrier.init(v_full.index(s), count=1)
-        mbarrier.init(v_empty.index(s), count=2)
     shared = (q_nope, q_rope, k_nope, k_rope, v, queue)
-    bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty, queue_full, queue_empty)
+    bars = (q_full, q_empty, k_full, v_full, queue_full, queue_empty)
     plan = (order_ptr, counts_ptr, cu_q_ptr, cu_k_ptr, offsets_ptr)
     results = (out_ptr, lse_ptr, acc_ptr, row_max_ptr, row_sum_ptr)
     strides = (stride_q_head, stride_nope_head, stride_rope_head, stride_v_head)
@@ -332,7 +244,7 @@ def attend_ragged(
                         0, HEADS, BLOCK, STAGES, RESUMES, SUSPENDS, WANTS_LSE)),
             (_consume, (results, scale_log2, num_tokens, shared, bars,
                         1, HEADS, BLOCK, STAGES, RESUMES, SUSPENDS, WANTS_LSE)),
-            (_produce, (q_nope_desc, q_rope_desc, k_nope_desc, k_rope_desc, v_desc, plan, strides, section, shared,
+            (produce, (q_nope_desc, q_rope_desc, k_nope_desc, k_rope_desc, v_desc, plan, strides, section, shared,
                         bars, HEADS, BLOCK, STAGES, MODE)),
         ],
         [4, 1],

@@ -1,0 +1,118 @@
+"""The producer of mla_prefill's kernel: one warp draws items, and loads their queries, keys and values."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from kernels.hopper.stages import await_return
+from kernels.hopper.work_queue import draw, leave, publish
+
+# Named barriers of the first stage of keys and of values; the next stage's is the next one.
+KEYS_READ = gl.constexpr(8)
+VALUES_READ = gl.constexpr(10)
+
+
+@gluon.jit
+def _place(item, order_ptr, tiles, section):
+    """(sequence, tile, head) of an item: section by section, in it tile by tile, in it head by head."""
+    per_section = tiles * section
+    rest = item % per_section
+    seq = gl.load(order_ptr + rest // section * 2)
+    tile = gl.load(order_ptr + rest // section * 2 + 1)
+    return seq, tile, item // per_section * section + rest % section
+
+
+@gluon.jit
+def _extent(seq, tile, cu_q_ptr, cu_k_ptr, offsets_ptr, BLOCK: gl.constexpr, MODE: gl.constexpr):
+    """(first query, queries, first key, keys, position of query 0 among the keys, key tiles) of a tile of queries."""
+    q_start = gl.load(cu_q_ptr + seq)
+    q_len = gl.load(cu_q_ptr + seq + 1) - q_start
+    k_start = gl.load(cu_k_ptr + seq)
+    k_len = gl.load(cu_k_ptr + seq + 1) - k_start
+    if MODE == 0:
+        offset = k_len - q_len
+    elif MODE == 1:
+        offset = gl.load(offsets_ptr + seq)
+    else:
+        offset = k_len
+    seen = gl.minimum(k_len, offset + gl.minimum(q_len, (tile + 1) * BLOCK))
+    return q_start, q_len, k_start, k_len, offset, (gl.maximum(seen, 0) + BLOCK - 1) // BLOCK
+
+
+@gluon.jit
+def _load_keys(keys, row, head, step, BLOCK: gl.constexpr, STAGES: gl.constexpr):
+    """Loads a tile's keys as soon as their stage is free."""
+    nope_desc, rope_desc, nope, rope, full, stride_nope_head, stride_rope_head = keys
+    s = step % STAGES
+    if step >= STAGES:
+        await_return(KEYS_READ + s)
+    mbarrier.expect(full.index(s), BLOCK * 192 * 2)
+    tma.async_copy_global_to_shared(nope_desc, [row, head * stride_nope_head], full.index(s), nope.index(s))
+    tma.async_copy_global_to_shared(rope_desc, [row, head * stride_rope_head], full.index(s), rope.index(s))
+
+
+@gluon.jit
+def produce(
+    q_nope_desc,
+    q_rope_desc,
+    k_nope_desc,
+    k_rope_desc,
+    v_desc,
+    plan,
+    strides,
+    section,
+    shared,
+    bars,
+    HEADS: gl.constexpr,
+    BLOCK: gl.constexpr,
+    STAGES: gl.constexpr,
+    MODE: gl.constexpr,
+):
+    """Streams queries, keys and values of all items of this program, as far ahead as the stages allow."""
+    order_ptr, counts_ptr, cu_q_ptr, cu_k_ptr, offsets_ptr = plan
+    stride_q_head, stride_nope_head, stride_rope_head, stride_v_head = strides
+    q_nope, q_rope, k_nope, k_rope, v, queue = shared
+    q_full, q_empty, k_full, v_full, queue_full, queue_empty = bars
+    keys = (k_nope_desc, k_rope_desc, k_nope, k_rope, k_full, stride_nope_head, stride_rope_head)
+    HALF: gl.constexpr = BLOCK // 2
+    programs = gl.num_programs(0)
+    tiles = gl.load(counts_ptr)
+    items = tiles * HEADS
+    item = gl.program_id(0)
+    turn = 0
+    loads = 0
+    step = 0
+    while item < items:
+        seq, tile, head = _place(item, order_ptr, tiles, section)
+        q_start, q_len, k_start, k_len, offset, count = _extent(seq, tile, cu_q_ptr, cu_k_ptr, offsets_ptr, BLOCK, MODE)
+        publish(queue, queue_full, queue_empty, turn, (head, q_start, tile, q_len, k_len, offset, count))
+        turn += 1
+        if count > 0:
+            _load_keys(keys, k_start, head, step, BLOCK, STAGES)
+            # Behind the first keys: these have room before the last item's queries are done with.
+            for part in gl.static_range(2):
+                q_row = q_start + tile * BLOCK + part * HALF
+                mbarrier.wait(q_empty.index(part), (loads & 1) ^ 1)
+                mbarrier.expect(q_full.index(part), HALF * 192 * 2)
+                tma.async_copy_global_to_shared(
+                    q_nope_desc, [q_row, head * stride_q_head], q_full.index(part), q_nope.index(part)
+                )
+                tma.async_copy_global_to_shared(
+                    q_rope_desc, [q_row, head * stride_q_head + 128], q_full.index(part), q_rope.index(part)
+                )
+            loads += 1
+        for i in range(count):
+            # A tile's keys are read before the values of the tile ahead of it, so they are asked for first.
+            if i + 1 < count:
+                _load_keys(keys, k_start + (i + 1) * BLOCK, head, step + 1, BLOCK, STAGES)
+            s = step % STAGES
+            if step >= STAGES:
+                await_return(VALUES_READ + s)
+            mbarrier.expect(v_full.index(s), BLOCK * 128 * 2)
+            tma.async_copy_global_to_shared(
+                v_desc, [k_start + i * BLOCK, head * stride_v_head], v_full.index(s), v.index(s)
+            )
+            step += 1
+        item = draw(counts_ptr + 1, programs)
+    publish(queue, queue_full, queue_empty, turn, (-1, 0, 0, 0, 0, 0, 0))
+    leave(counts_ptr + 1, programs)
