@@ -7,14 +7,15 @@ import torch
 
 from kernels._checks import check_lengths
 from kernels.errors import KernelArgumentError
+from kernels.mla_decode.cut_sizes import MANY_PARTS, MANY_ROWS, PIECES, tile_rows_of
 from kernels.mla_decode.tree_sizes import FEW_HEADS, is_few, tree_of
 
 __all__ = ["MlaDecodePlan"]
 
 MAX_SEQS = 1024
-# From this number of tiles of rows on, programs that cut by load fold the parts together: 16 sequences of 8,192 with 64
-# heads take 62.1 us where a launch behind takes 65.7, 128 heads 50.4 of 8 for 53.7, but 33.6 of 2 for 29.6 (H200).
-LEAST_TILES_TOGETHER = 16
+# From this number of tiles of 64 rows on, programs that cut by load fold the parts together: 8 sequences of 8,192 with
+# 64 heads take 43.0 us where a launch behind takes 43.4, but 2 of them 32.6 for 26.0 (H200).
+LEAST_TILES_TOGETHER = 8
 
 
 class MlaDecodePlan:
@@ -26,7 +27,8 @@ class MlaDecodePlan:
     sequence. Launches of one plan share its buffers and counters, so none may begin before the last one has ended.
 
     With by_load, cuts are where programs get equally many latents, at any tile of them: faster on Hopper, but a
-    result's last bits then depend on the batch. It changes nothing for up to 16 heads, or for other implementations.
+    result's last bits then depend on the batch, and parts are rounded to 16 bits. It changes nothing for several
+    queries of up to 16 heads, or for other implementations.
     """
 
     def __init__(
@@ -42,14 +44,16 @@ class MlaDecodePlan:
     ) -> None:
         if not 0 <= max_seqs <= MAX_SEQS:
             raise KernelArgumentError(f"max_seqs: must be in 0..{MAX_SEQS}, got {max_seqs}")
-        self.one_query, self.few = max_q_tokens is None, is_few(heads, max_q_tokens is None)
+        self.one_query = max_q_tokens is None
+        by_load = self.by_load = by_load and (self.one_query or heads > FEW_HEADS)
         max_q_tokens = max_q_tokens or 1
         self.max_seqs, self.max_seqlen_k, self.heads, self.max_q_tokens = max_seqs, max_seqlen_k, heads, max_q_tokens
         if programs is None:
             programs = torch.cuda.get_device_properties(device).multi_processor_count
-        self.programs, self.by_load = programs, by_load and heads > FEW_HEADS
-        self.tree, self.rows = tree_of(heads, self.one_query), 16 if self.few else 64
-        self.slot_rows = self.rows if self.few else min(self.rows, heads * max_q_tokens)
+        self.programs, self.tree = programs, tree_of(heads, self.one_query)
+        self.rows = tile_rows_of(heads, self.one_query) if by_load else 16 if is_few(heads, self.one_query) else 64
+        self.few = self.rows < MANY_ROWS
+        self.slot_rows = self.rows if self.few and not by_load else min(self.rows, heads * max_q_tokens)
         tiles = self.tiles = -(-heads * max_q_tokens // self.rows)
         leaves = max(-(-max_seqlen_k // self.tree.leaf), 1)
         # A tile is shared out only if it is longer than a program's part of the batch: see the kernels that plan.
@@ -68,14 +72,18 @@ class MlaDecodePlan:
         self.items = buffer(self.max_items, 8, dtype=torch.int32)
         # Items, leaves in an item of a sequence that is shared out, and such sequences; by load such tiles of rows.
         self.counts = buffer(3, dtype=torch.int32)
-        # First query, queries, parts of a tile, first slot of each of these; by load first row, rows, parts and first
-        # slot of each tile.
-        self.shared = buffer(max(max_seqs, self.max_shared), 4, dtype=torch.int32)
+        # First query, queries, parts of a tile, first slot of each of these; by load first row, rows and parts of each
+        # tile or piece of one, and where in all slots its first part's rows begin.
+        self.shared = buffer(max(max_seqs, self.max_shared * (PIECES if by_load else 1)), 4, dtype=torch.int32)
         # By load: each program's first item, and the end of the last one's.
         self.firsts = buffer(programs + 1 if self.by_load else 0, dtype=torch.int32)
-        self.acc = torch.empty((slots, self.slot_rows, 512), dtype=torch.float32, device=device)
-        self.row_max = torch.empty((slots, self.slot_rows), dtype=torch.float32, device=device)
-        self.row_sum = torch.empty((slots, self.slot_rows), dtype=torch.float32, device=device)
+        if by_load:
+            self.parts = torch.empty((slots, self.slot_rows, 512), dtype=torch.bfloat16, device=device)
+            self.levels = torch.empty((slots, self.slot_rows), dtype=torch.float32, device=device)
+        else:
+            self.acc = torch.empty((slots, self.slot_rows, 512), dtype=torch.float32, device=device)
+            self.row_max = torch.empty((slots, self.slot_rows), dtype=torch.float32, device=device)
+            self.row_sum = torch.empty((slots, self.slot_rows), dtype=torch.float32, device=device)
         # By load: the counters of the barrier at which programs meet to fold; 0 between launches.
         self.arrivals = buffer(2 if self.by_load else 0, dtype=torch.int32)
         self.fit_at_once = _fit_at_once(programs, device)
@@ -84,7 +92,7 @@ class MlaDecodePlan:
 
     def folds_together(self, num_seqs: int) -> bool:
         """Returns whether the attention's programs fold this number of sequences; if not, a launch behind it does."""
-        return self.by_load and self.fit_at_once and num_seqs * self.tiles >= LEAST_TILES_TOGETHER
+        return self.by_load and self.fit_at_once and (self.few or num_seqs * self.tiles >= LEAST_TILES_TOGETHER)
 
     def check(self, num_seqs: int, max_seqlen_k: int, heads: int, max_q_tokens: int | None) -> None:
         """Refuses a batch that the buffers do not hold; None means a call without cu_seqlens_q."""
@@ -110,7 +118,16 @@ class MlaDecodePlan:
             from kernels.mla_decode.splits_triton import launch as launch_splits
 
             lists = (self.items, self.counts, self.shared, self.firsts)
-            launch_splits(lists, seqlens_k, cu_seqlens_q, programs=self.programs, heads=self.heads, rows=self.rows)
+            launch_splits(
+                lists,
+                seqlens_k,
+                cu_seqlens_q,
+                programs=self.programs,
+                heads=self.heads,
+                rows=self.rows,
+                slot_rows=self.slot_rows,
+                many_parts=MANY_PARTS if self.few and self.folds_together(num_seqs) else self.programs + 1,
+            )
             return
         from kernels.mla_decode.plan_triton import launch
 

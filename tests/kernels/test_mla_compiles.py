@@ -14,8 +14,8 @@ triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
 
 SHARED_BYTES = 227 << 10
-FLOATS = ("lse", "acc", "row_max", "row_sum", "sum")
-HALVES = ("q", "k_nope", "k_rope", "v", "out", "pages", "x", "weight")
+FLOATS = ("lse", "acc", "row_max", "row_sum", "sum", "levels")
+HALVES = ("q", "k_nope", "k_rope", "v", "out", "pages", "x", "weight", "parts")
 
 PREFILL = {
     "HEADS": 128, "BLOCK": 128, "STAGES": 2, "MODE": 1, "RESUMES": False, "SUSPENDS": False, "WANTS_LSE": True,
@@ -42,6 +42,16 @@ RUNS = {
     "small pages, folded together": {"PAGE": 16, "TOGETHER": True},
     "smallest pages, folded together": {"PAGE": 8, "TOGETHER": True},
     "48 heads, folded together": {"HEADS": 48, "SLOT_ROWS": 48, "MULTI": False, "TOGETHER": True},
+}
+FEW_RUN = {
+    "HEADS": 16, "PAGE": 64, "TILE": 64, "STAGES": 2, "ROWS": 16, "SLOT_ROWS": 16, "TOGETHER": True, "WANTS_LSE": True,
+}  # fmt: skip
+FEW_RUNS = {
+    "16 heads": {},
+    "8 heads": {"HEADS": 8, "SLOT_ROWS": 8},
+    "32 heads": {"HEADS": 32, "ROWS": 32, "SLOT_ROWS": 32},
+    "20 heads, smallest pages": {"HEADS": 20, "ROWS": 32, "SLOT_ROWS": 20, "PAGE": 8},
+    "no sums, a launch behind": {"WANTS_LSE": False, "TOGETHER": False},
 }
 FEW = {"HEADS": 16, "PAGE": 64, "LEAF": 512, "LEAVES_PER_GROUP": 8, "TILE": 64, "STAGES": 2, "WANTS_LSE": True}
 FEWS = {
@@ -125,6 +135,22 @@ def test_decode_of_few_heads(name: str) -> None:
     assert not got.spills
 
 
+@pytest.mark.parametrize("name", usual(FEW_RUNS, "16 heads", "20 heads, smallest pages"))
+def test_decode_of_few_heads_cut_by_load(name: str) -> None:
+    from kernels.mla_decode.hopper.few_runs_kernel import attend_few_runs
+    from kernels.mla_decode.hopper.launch import ENTRY_REGISTERS
+
+    constants = FEW_RUN | FEW_RUNS[name]
+    rows, height = int(constants["ROWS"]), min(int(constants["PAGE"]), int(constants["TILE"]))
+    boxes = {"q_half_desc": [rows, 256], "q_rope_desc": [rows, 64]}
+    boxes |= {"half_desc": [height, 256], "rope_desc": [height, 64]}
+    types = kinds(attend_few_runs.arg_names, boxes)
+    got = compile_gluon(attend_few_runs, constants, types, maxnreg=ENTRY_REGISTERS)
+    assert "wgmma.mma_async" in got.ptx and not got.serialised
+    assert got.shared_bytes <= SHARED_BYTES
+    assert not got.spills
+
+
 TILE = {
     "HEADS": 16, "MODE": 0, "RESUMES": True, "SUSPENDS": True, "WANTS_LSE": False, "BLOCK_M": 64, "BLOCK_N": 128,
     "NOPE": 128, "ROPE": 64, "VALUE": 128, "BLOCK_NOPE": 128, "BLOCK_ROPE": 64, "BLOCK_VALUE": 128,
@@ -155,8 +181,8 @@ def test_the_plain_kernels_spill_nothing() -> None:
     tree = {"LEAF": 512, "TILE": 64, "LEAVES_PER_GROUP": 8}
     listed = {**tree, "HEADS": 16, "ROWS": 16, "MULTI": True, "SEQS": 256, "STEP": 64}
     runs = {"HEADS": 128, "ROWS": 64, "MULTI": True, "SEQS": 1024, "STEP": 64}
-    runs |= {"TILE": 64, "EXTRA": 2, "SNAP": 2, "SLACK": 16}
-    cuts = {"HEADS": 128, "SLOT_ROWS": 64, "MOST": 256, "LATENT": 512, "WANTS_LSE": True}
+    runs |= {"TILE": 64, "EXTRA": 4, "SLACK": 16, "SLOT_ROWS": 64, "PIECES": 4, "PIECE_ROWS": 16}
+    cuts = {"HEADS": 128, "SLOT_ROWS": 64, "MOST": 256, "LATENT": 512, "FEW": False, "WANTS_LSE": True}
     product = {"BLOCK_K": 64, "CARRIED": 64, "BLOCK_C": 64}
     few, held, large = (
         {**product, "BLOCK_T": tile.tokens, "BLOCK_N": tile.columns} for tile in (head.FEW, head.HELD, head.LARGE)

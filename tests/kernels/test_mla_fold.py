@@ -22,20 +22,28 @@ def plan_of(units: list[tuple[int, int]], heads: int, device: str) -> MlaDecodeP
     plan = MlaDecodePlan(len(units), 8192, heads, by_load=True, programs=110, device=device)
     slots = 0
     for unit, (rows, parts) in enumerate(units):
-        plan.shared[unit] = torch.tensor([unit * 64, min(rows, plan.slot_rows), parts, slots])
+        plan.shared[unit] = torch.tensor([unit * 64, min(rows, plan.slot_rows), parts, slots * plan.slot_rows])
         slots += parts
     plan.counts[2] = len(units)
-    plan.acc.normal_()
-    plan.row_max.normal_().mul_(20)
-    plan.row_sum.uniform_(0.5, 100)
-    plan.row_sum[::3] = 0.0  # parts that have seen no key
-    plan.row_max[::3] = -1e30
-    plan.acc[::3] = 0.0
-    plan.acc[slots:] = float("nan")
+    plan.parts.normal_()
+    plan.levels.normal_().mul_(20)
+    plan.levels[::3] = float("-inf")  # parts that have seen no key
+    plan.parts[::3] = 0.0
+    plan.parts[slots:] = float("nan")
     return plan
 
 
-@pytest.mark.parametrize("heads", [20, 128])
+def columns(few: bool) -> torch.Tensor:
+    """Which column lies at each place of a part's row."""
+    place = torch.arange(256)
+    if few:
+        halves = place // 2 % 4 * 64 + place // 64 * 16 + place % 2 * 8 + place // 8 % 8
+    else:
+        halves = place // 32 * 32 + place // 2 % 4 * 8 + place // 8 % 4 * 2 + place % 2
+    return torch.cat([halves, halves + 256])
+
+
+@pytest.mark.parametrize("heads", [12, 20, 48, 128])
 @pytest.mark.parametrize("name", UNITS)
 def test_parts_of_a_unit_are_weighed_by_their_sums(
     target: Target, monkeypatch: pytest.MonkeyPatch, name: str, heads: int
@@ -56,16 +64,14 @@ def test_parts_of_a_unit_are_weighed_by_their_sums(
         torch.full_like(out, 7.0).view(-1, 512).double(),
         torch.full_like(lse.T, 7.0).flatten().double(),
     )
-    for first_row, rows, parts, slot in plan.shared[: len(UNITS[name])].tolist():
-        # Eight values of a row, then eight of the next.
-        acc = plan.acc[slot : slot + parts].reshape(parts, 64, plan.slot_rows, 8).transpose(1, 2).flatten(2).double()
-        row_max, row_sum = (x[slot : slot + parts].double() for x in (plan.row_max, plan.row_sum))
-        peak = row_max.max(0).values
-        weight = torch.exp2(row_max - peak)
-        total = (weight * row_sum).sum(0)
-        folded = (acc * weight[..., None]).sum(0) / torch.where(total == 0, 1.0, total)[:, None]
+    for first_row, rows, parts, part_row in plan.shared[: len(UNITS[name])].tolist():
+        slot = part_row // plan.slot_rows
+        values = torch.empty((parts, plan.slot_rows, 512), dtype=torch.float64, device=target.device)
+        values[:, :, columns(plan.few)] = plan.parts[slot : slot + parts].double()
+        weight = torch.exp2(plan.levels[slot : slot + parts].double())
+        total = weight.sum(0)
+        folded = (values * weight[..., None]).sum(0) / torch.where(total == 0, 1.0, total)[:, None]
         wanted[first_row : first_row + rows] = folded[:rows]
-        sums = torch.where(total == 0, float("-inf"), (peak + torch.log2(total)) * torch.log(torch.tensor(2.0)))
-        wanted_lse[first_row : first_row + rows] = sums[:rows]
+        wanted_lse[first_row : first_row + rows] = torch.log(total)[:rows]
     torch.testing.assert_close(out.view(-1, 512).double(), wanted, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(lse.T.flatten().double(), wanted_lse, rtol=1e-4, atol=1e-4)

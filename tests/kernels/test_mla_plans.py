@@ -8,6 +8,7 @@ import torch
 from kernels.backend import Backend
 from kernels.errors import KernelArgumentError
 from kernels.mla_decode import MlaDecodePlan
+from kernels.mla_decode.cut_sizes import MANY_PARTS
 from kernels.mla_prefill import BLOCK, MlaPrefillPlan
 from tests.kernels.conftest import rarely_interpreted
 from tests.kernels.inputs import running_sums
@@ -92,11 +93,24 @@ def test_one_latent_more_makes_no_program_much_busier(target: Target, heads: int
     assert steps[0] == steps[1] and busiest[1] <= busiest[0] + 2
 
 
+def assert_pieces_cover(plan: MlaDecodePlan, parts_of: dict[int, list[int]], listed: int) -> None:
+    """Every row of a tile that is cut is in one piece, of all of the tile's parts; tiles of many have four pieces."""
+    rows_left = {first_row: set(range(plan.slot_rows)) for first_row in parts_of}
+    for first_row, rows, parts, part_row in plan.shared[:listed].tolist():
+        offset = part_row % plan.slot_rows
+        slot = part_row // plan.slot_rows
+        assert parts_of[first_row - offset] == list(range(slot, slot + parts)) and rows <= plan.rows
+        rows_left[first_row - offset] -= set(range(offset, offset + rows))
+        assert not (plan.few and parts >= MANY_PARTS) or rows <= -(-plan.slot_rows // 8) * 2
+    queries = plan.heads * plan.max_q_tokens
+    assert all(row >= queries % plan.rows > 0 for left in rows_left.values() for row in left)
+
+
 @pytest.mark.parametrize("programs", [1, 4, rarely_interpreted(12), 132])
 @pytest.mark.parametrize(
     "lengths", [LENGTHS, rarely_interpreted([8192] * 5), [1, 64, 65, 128, 129], [0] * 5, [40000, 5, 5, 5, 5]]
 )
-@pytest.mark.parametrize(("heads", "several"), [(48, False), (128, True)])
+@pytest.mark.parametrize(("heads", "several"), [(16, False), (20, False), (48, False), (128, True)])
 def test_cuts_by_load_cover_every_tile_once_in_order(
     target: Target, heads: int, several: bool, lengths: list[int], programs: int
 ) -> None:
@@ -122,14 +136,14 @@ def test_cuts_by_load_cover_every_tile_once_in_order(
     units = [(seq, tile) for seq in range(5) for tile in range(-(-queries[seq] * heads // plan.rows))]
     tiles_of = [max(-(-length // 64), 1) for length in lengths]
     assert done == [(seq, tile, key) for seq, tile in units for key in range(tiles_of[seq])]
-    assert slots == list(range(len(slots))) and len(slots) <= plan.acc.shape[0] and cut <= plan.max_shared
-    for first_row, rows, parts, slot in plan.shared[:cut].tolist():
-        assert parts_of.pop(first_row) == list(range(slot, slot + parts)) and 0 < rows <= plan.rows
-    assert not parts_of
+    assert slots == list(range(len(slots))) and len(slots) <= plan.parts.shape[0] and cut <= plan.shared.shape[0]
+    assert_pieces_cover(plan, parts_of, cut)
     sizes = [max(1, -(-(stop - first) // 64)) for *_, first, stop, _, _ in items]
-    busy = [sum(sizes[first:last]) + 2 * (last - first) for first, last in pairwise(firsts)]
-    share = max(-(-sum(tiles_of[seq] + 2 for seq, _ in units) // programs), 2)
-    assert max(busy) <= share + share // 16 + 8
+    # What starting and ending a unit costs, in tiles.
+    extra = 4 if plan.rows == 64 else 3
+    busy = [sum(sizes[first:last]) + extra * (last - first) for first, last in pairwise(firsts)]
+    share = max(-(-sum(tiles_of[seq] + extra for seq, _ in units) // programs), 2)
+    assert max(busy) <= share + share // 16 + 2 * extra
 
 
 @pytest.mark.parametrize(
@@ -152,25 +166,33 @@ def test_sequences_of_about_one_length_have_equally_many_parts(
 
 @pytest.mark.parametrize(
     ("heads", "sequences", "several", "together"),
-    [(64, 16, False, True), (64, 15, False, False), (128, 8, False, True), (128, 7, False, False), (32, 8, True, True)],
+    [(64, 8, False, True), (64, 7, False, False), (128, 3, False, False), (32, 4, True, True), (32, 1, False, True)],
 )
 def test_programs_fold_together_where_tiles_are_many(heads: int, sequences: int, several: bool, together: bool) -> None:
-    """From 16 tiles of rows on, however many the plan holds."""
+    """From 8 tiles of rows on, however many the plan holds, and wherever heads are few."""
     most = 4 if several else None
     for by_load in (False, True):
         plan = MlaDecodePlan(100, 64, heads, max_q_tokens=most, by_load=by_load, programs=132, device="cpu")
         assert plan.folds_together(sequences) == (by_load and together)
 
 
-@pytest.mark.parametrize("several", [False, True])
-def test_few_heads_keep_their_plan_where_cuts_are_by_load(target: Target, several: bool) -> None:
+@pytest.mark.parametrize(
+    ("heads", "several", "rows"), [(8, False, 16), (16, False, 16), (20, False, 32), (33, False, 64), (20, True, 64)]
+)
+def test_tiles_that_are_cut_by_load_have_no_more_rows_than_heads_need(heads: int, several: bool, rows: int) -> None:
+    plan = MlaDecodePlan(5, 64, heads, max_q_tokens=4 if several else None, by_load=True, programs=12, device="cpu")
+    assert plan.rows == rows and plan.slot_rows == min(rows, heads * plan.max_q_tokens)
+
+
+def test_several_queries_of_few_heads_keep_their_plan_where_cuts_are_by_load(target: Target) -> None:
     device = planner(target)
     lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=device)
-    most = max(QUERIES) if several else None
     lists = []
     for by_load in (False, True):
-        plan = MlaDecodePlan(5, max(LENGTHS), 16, max_q_tokens=most, by_load=by_load, programs=12, device=device)
-        plan.prepare(lengths, running_sums(QUERIES, device) if several else None)
+        plan = MlaDecodePlan(
+            5, max(LENGTHS), 16, max_q_tokens=max(QUERIES), by_load=by_load, programs=12, device=device
+        )
+        plan.prepare(lengths, running_sums(QUERIES, device))
         assert not plan.by_load
         lists.append((plan.items, plan.counts, plan.shared))
     for with_load, without in zip(*lists, strict=True):

@@ -15,7 +15,8 @@ from kernels.hopper.barriers import thread_barrier
 from kernels.hopper.registers import opaque
 from kernels.hopper.work_queue import take
 from kernels.mla_decode.hopper.fold_together import fold_together
-from kernels.mla_decode.hopper.leaves import clear_tail, part_at
+from kernels.mla_decode.hopper.leaves import clear_tail
+from kernels.mla_decode.hopper.parts import level, store_rows
 from kernels.mla_decode.hopper.scores import masked, start_scores, weighed
 from kernels.softmax.triton import NO_KEYS
 
@@ -35,7 +36,7 @@ def attend_even(
     SLOT_ROWS: gl.constexpr,
     TOGETHER: gl.constexpr,
 ):
-    out_ptr, _, acc_ptr, row_max_ptr, row_sum_ptr = results
+    _, _, _, levels_ptr = results
     q_left, q_right, q_rope, left, right, rope = shared[0]
     handed, stats, ends = shared[1]
     q_full, q_empty, left_full, left_empty, right_full, _ = bars[0]
@@ -46,7 +47,6 @@ def attend_even(
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=VALUES, k_width=2)
     SR: gl.constexpr = gl.SliceLayout(1, SCORES)
     OR: gl.constexpr = gl.SliceLayout(1, VALUES)
-    dim = gl.arange(0, 256, gl.SliceLayout(0, VALUES))
     q = (q_left, q_right, q_rope)
     latents = (left, right, rope)
     full = (left_full, right_full, rope_full)
@@ -106,26 +106,19 @@ def attend_even(
                 mbarrier.arrive(left_empty.index(s), count=1)
                 step += 1
         mbarrier.arrive(q_empty, count=1)
-        # Addresses are computed here once more: kept, they would cost registers in the loop.
-        row = opaque(gl.arange(0, 64, OR))
-        live = row < q_len * HEADS - tile * 64
         mbarrier.wait(end_empty, (turns & 1) ^ 1)
         ends.index(0).store(row_max)
         ends.index(1).store(row_sum)
         thread_barrier()
         mbarrier.arrive(end_full, count=1)
-        total = gl.convert_layout(row_sum, OR)
         if slot >= 0:
-            at = slot.to(gl.int64) * SLOT_ROWS
-            gl.store(acc_ptr + at * 512 + part_at(row, dim, SLOT_ROWS), acc, mask=live[:, None])
-            gl.store(row_max_ptr + at + row, gl.convert_layout(row_max, OR), mask=live)
-            gl.store(row_sum_ptr + at + row, total, mask=live)
-        else:
-            share = 1.0 / gl.where(total == 0.0, 1.0, total)
-            at = (q_start * HEADS + tile * 64).to(gl.int64)
-            result = (acc * share[:, None]).to(gl.bfloat16)
-            gl.store(out_ptr + (at + row)[:, None] * 512 + dim[None, :], result, mask=live[:, None])
+            # Computed here once more: kept over the loop, they would cost registers.
+            row = opaque(gl.arange(0, 64, SR))
+            live = row < q_len * HEADS - tile * 64
+            gl.store(levels_ptr + slot * SLOT_ROWS + row, level(row_max, row_sum), mask=live)
+        row_sum = gl.convert_layout(row_sum, OR)
+        store_rows(results, acc, row_sum, (q_start, q_len, tile, slot), 0, HEADS, SLOT_ROWS, VALUES)
         turns = (turns + 1) & 3
         q_start, q_len, tile, begin, stop, length, slot = take(work[0], work[1], work[2], turns)
     if TOGETHER:
-        fold_together(results, together, 0, 0, HEADS, SLOT_ROWS, False)
+        fold_together(results, together, 0, 0, HEADS, SLOT_ROWS, False, False)

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.mla_decode.hopper.places import column_at
 from kernels.mla_decode.plan import MlaDecodePlan
 from kernels.softmax.triton import LN_2, NO_KEYS
 
@@ -21,9 +22,8 @@ FEW_UNITS = 4
 def fold_cuts(
     out_ptr,
     lse_ptr,
-    acc_ptr,
-    row_max_ptr,
-    row_sum_ptr,
+    parts_ptr,
+    levels_ptr,
     shared_ptr,
     counts_ptr,
     num_tokens,
@@ -33,6 +33,7 @@ def fold_cuts(
     SOME: tl.constexpr,
     LATENT: tl.constexpr,
     COLUMNS: tl.constexpr,
+    FEW: tl.constexpr,
     WANTS_LSE: tl.constexpr,
 ):
     """COLUMNS of one row of each unit that is cut, in turn; SOME parts are read at a time, there are at most MOST."""
@@ -40,9 +41,8 @@ def fold_cuts(
     units = tl.load(counts_ptr + 2)
     # Every program waits: one that ended before would let the next launch start before the attention is done.
     tl.extra.cuda.gdc_wait()
-    d = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    # Eight values of a row, then eight of the next: as a warp of the attention holds them.
-    at = d // 8 * (SLOT_ROWS * 8) + d % 8 + row * 8
+    place = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    column = place // 256 * 256 + column_at(place % 256, FEW)
     for unit in tl.range(tl.program_id(2), units, tl.num_programs(2)):
         first_row = tl.load(shared_ptr + unit * 4)
         rows = tl.load(shared_ptr + unit * 4 + 1)
@@ -50,23 +50,22 @@ def fold_cuts(
         first = tl.load(shared_ptr + unit * 4 + 3).to(tl.int64)
         if row < rows:
             all_parts = tl.arange(0, MOST)
-            stats = (first + all_parts) * SLOT_ROWS + row
-            peaks = tl.load(row_max_ptr + stats, mask=all_parts < parts, other=NO_KEYS)
-            sums = tl.load(row_sum_ptr + stats, mask=all_parts < parts, other=0.0)
-            peak = tl.max(peaks, 0)
-            total = tl.sum(tl.exp2(peaks - peak) * sums, 0)
+            stats = first + all_parts * SLOT_ROWS + row
+            levels = tl.load(levels_ptr + stats, mask=all_parts < parts, other=float("-inf"))
+            peak = tl.maximum(tl.max(levels, 0), NO_KEYS)
+            total = tl.sum(tl.exp2(levels - peak), 0)
             acc = tl.zeros([SOME, COLUMNS], tl.float32)
             for begin in tl.range(0, parts, SOME):
                 part = begin + tl.arange(0, SOME)
                 ok = part < parts
-                slot = first + part
-                there = tl.load(row_max_ptr + slot * SLOT_ROWS + row, mask=ok, other=NO_KEYS)
-                values = acc_ptr + (slot * (SLOT_ROWS * LATENT))[:, None] + at[None, :]
-                acc += tl.load(values, mask=ok[:, None], other=0.0) * tl.exp2(there - peak)[:, None]
+                slot = first + part * SLOT_ROWS + row
+                there = tl.load(levels_ptr + slot, mask=ok, other=float("-inf"))
+                values = parts_ptr + (slot * LATENT)[:, None] + place[None, :]
+                acc += tl.load(values, mask=ok[:, None], other=0.0).to(tl.float32) * tl.exp2(there - peak)[:, None]
             share = 1.0 / tl.where(total == 0.0, 1.0, total)
             out = (tl.sum(acc, 0) * share).to(out_ptr.dtype.element_ty)
             to = first_row + row
-            tl.store(out_ptr + to.to(tl.int64) * LATENT + d, out)
+            tl.store(out_ptr + to.to(tl.int64) * LATENT + column, out)
             if WANTS_LSE:  # of the same bits in every program of the row
                 lse = tl.where(total == 0.0, float("-inf"), (peak + tl.log2(total)) * LN_2)
                 tl.store(lse_ptr + (to % HEADS).to(tl.int64) * num_tokens + to // HEADS, lse)
@@ -78,10 +77,9 @@ def fold(plan: MlaDecodePlan, num_seqs: int, out: torch.Tensor, lse: torch.Tenso
     at_a_time, pieces = (32, 2) if units <= FEW_UNITS else (16, 1)
     fold_cuts[(pieces, plan.slot_rows, units)](
         out,
-        lse if lse is not None else plan.row_max,
-        plan.acc,
-        plan.row_max,
-        plan.row_sum,
+        lse if lse is not None else plan.levels,
+        plan.parts,
+        plan.levels,
         plan.shared,
         plan.counts,
         out.shape[0],
@@ -91,6 +89,7 @@ def fold(plan: MlaDecodePlan, num_seqs: int, out: torch.Tensor, lse: torch.Tenso
         SOME=at_a_time,
         LATENT=LATENT,
         COLUMNS=LATENT // pieces,
+        FEW=plan.few,
         WANTS_LSE=lse is not None,
         num_warps=4,
         launch_pdl=True,

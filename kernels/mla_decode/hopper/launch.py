@@ -1,5 +1,7 @@
 """Launches mla_decode's Gluon kernels: descriptors of queries and pages, the attention, and a fold behind it."""
 
+from typing import Any
+
 import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -7,6 +9,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from kernels.mla_decode.call import MlaDecodeCall
 from kernels.mla_decode.hopper import WIDTH
 from kernels.mla_decode.hopper.few_kernel import attend_latents_few
+from kernels.mla_decode.hopper.few_runs_kernel import attend_few_runs
 from kernels.mla_decode.hopper.fold import fold
 from kernels.mla_decode.hopper.fold_cuts import fold as fold_by_load
 from kernels.mla_decode.hopper.kernel import attend_latents
@@ -36,18 +39,8 @@ def launch(call: MlaDecodeCall, plan: MlaDecodePlan | None, out: torch.Tensor, l
     def boxes(tensor: torch.Tensor, count: int, height: int, width: int) -> TensorDescriptor:
         return TensorDescriptor(tensor, [count, WIDTH], [WIDTH, 1], [height, width], layout)
 
-    lists: tuple[torch.Tensor, ...] = (plan.sums, plan.items, plan.counts)
-    options: dict[str, int]
     together = plan.folds_together(call.num_seqs)
-    if plan.few:
-        kernel, options = attend_latents_few, {"LEAVES_PER_GROUP": plan.tree.leaves_per_group}
-        options |= {"LEAF": plan.tree.leaf, "maxnreg": ENTRY_REGISTERS}
-    elif plan.by_load:
-        kernel, options = attend_runs, {"MULTI": several, "SLOT_ROWS": plan.slot_rows, "TOGETHER": together}
-        options |= {"launch_cooperative_grid": together}  # see grid_barrier
-        lists = (plan.items, plan.firsts, plan.counts, plan.shared, plan.arrivals)
-    else:
-        kernel, options = attend_latents, {"MULTI": several, "SLOT_ROWS": plan.slot_rows, "LEAF": plan.tree.leaf}
+    kernel, lists, options = _kernel_of(plan, several, together)
     with torch.cuda.device(q.device):
         kernel[(plan.programs,)](
             boxes(q, tokens * heads, plan.rows, 256),
@@ -55,10 +48,7 @@ def launch(call: MlaDecodeCall, plan: MlaDecodePlan | None, out: torch.Tensor, l
             boxes(pages, rows, box, 256),
             boxes(pages, rows, box, 64),
             out,
-            lse if lse is not None else plan.row_max,
-            plan.acc,
-            plan.row_max,
-            plan.row_sum,
+            lse if lse is not None else lists[1],
             *lists,
             block_tables,
             call.scale * LOG2_E,
@@ -77,3 +67,20 @@ def launch(call: MlaDecodeCall, plan: MlaDecodePlan | None, out: torch.Tensor, l
             fold_by_load(plan, call.num_seqs, out, lse)
         elif not plan.by_load:
             fold(plan, call.num_seqs, out, lse)
+
+
+def _kernel_of(
+    plan: MlaDecodePlan, several: bool, together: bool
+) -> tuple[Any, tuple[torch.Tensor, ...], dict[str, int]]:
+    """Returns a plan's kernel, the buffers that it takes, and what it is compiled for."""
+    options: dict[str, int] = {"maxnreg": ENTRY_REGISTERS} if plan.few else {"MULTI": several}
+    if plan.by_load:
+        options |= {"SLOT_ROWS": plan.slot_rows, "TOGETHER": together}
+        options |= {"launch_cooperative_grid": together}  # see grid_barrier
+        runs = (plan.parts, plan.levels, plan.items, plan.firsts, plan.counts, plan.shared, plan.arrivals)
+        return (attend_few_runs, runs, options | {"ROWS": plan.rows}) if plan.few else (attend_runs, runs, options)
+    options |= {"LEAF": plan.tree.leaf}
+    leaves = (plan.acc, plan.row_max, plan.row_sum, plan.sums, plan.items, plan.counts)
+    if plan.few:
+        return attend_latents_few, leaves, options | {"LEAVES_PER_GROUP": plan.tree.leaves_per_group}
+    return attend_latents, leaves, options | {"SLOT_ROWS": plan.slot_rows}

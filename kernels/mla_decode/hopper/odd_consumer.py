@@ -10,7 +10,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from kernels.hopper.barriers import thread_barrier
 from kernels.hopper.work_queue import take
 from kernels.mla_decode.hopper.fold_together import fold_together
-from kernels.mla_decode.hopper.leaves import clear_tail, part_at
+from kernels.mla_decode.hopper.leaves import clear_tail
+from kernels.mla_decode.hopper.parts import level, store_rows
 from kernels.mla_decode.hopper.scores import masked, start_scores, weighed
 from kernels.softmax.triton import LN_2
 
@@ -32,8 +33,8 @@ def attend_odd(
     TOGETHER: gl.constexpr,
     WANTS_LSE: gl.constexpr,
 ):
-    out_ptr, lse_ptr, acc_ptr, _, _ = results
     q_left, q_right, q_rope, left, right, rope = shared[0]
+    _, lse_ptr, _, _ = results
     handed, stats, ends = shared[1]
     q_full, q_empty, left_full, _, right_full, right_empty = bars[0]
     rope_full, rope_empty = bars[1]
@@ -44,7 +45,6 @@ def attend_odd(
     SR: gl.constexpr = gl.SliceLayout(1, SCORES)
     OR: gl.constexpr = gl.SliceLayout(1, VALUES)
     row = gl.arange(0, 64, OR)
-    dim = 256 + gl.arange(0, 256, gl.SliceLayout(0, VALUES))
     q = (q_left, q_right, q_rope)
     latents = (left, right, rope)
     full = (left_full, right_full, rope_full)
@@ -112,20 +112,12 @@ def attend_odd(
         total = ends.index(1).load(OR)
         thread_barrier()
         mbarrier.arrive(end_empty, count=1)
-        if slot >= 0:
-            at = slot.to(gl.int64) * SLOT_ROWS
-            gl.store(acc_ptr + at * 512 + part_at(row, dim, SLOT_ROWS), acc, mask=live[:, None])
-        else:
-            if WANTS_LSE:
-                lse = gl.where(total == 0.0, float("-inf"), (top + gl.log2(total)) * LN_2)
-                token = gl.minimum((tile * 64 + row) // HEADS, q_len - 1)
-                lse_at = ((tile * 64 + row) % HEADS).to(gl.int64) * num_tokens + q_start + token
-                gl.store(lse_ptr + lse_at, lse, mask=live)
-            share = 1.0 / gl.where(total == 0.0, 1.0, total)
-            at = (q_start * HEADS + tile * 64).to(gl.int64)
-            result = (acc * share[:, None]).to(gl.bfloat16)
-            gl.store(out_ptr + (at + row)[:, None] * 512 + dim[None, :], result, mask=live[:, None])
+        if WANTS_LSE:
+            token = gl.minimum((tile * 64 + row) // HEADS, q_len - 1)
+            lse_at = ((tile * 64 + row) % HEADS).to(gl.int64) * num_tokens + q_start + token
+            gl.store(lse_ptr + lse_at, level(top, total) * LN_2, mask=live & (slot < 0))
+        store_rows(results, acc, total, (q_start, q_len, tile, slot), 256, HEADS, SLOT_ROWS, VALUES)
         turns = (turns + 1) & 3
         q_start, q_len, tile, begin, stop, length, slot = take(work[0], work[1], work[2], turns)
     if TOGETHER:
-        fold_together(results, together, num_tokens, 1, HEADS, SLOT_ROWS, WANTS_LSE)
+        fold_together(results, together, num_tokens, 1, HEADS, SLOT_ROWS, False, WANTS_LSE)

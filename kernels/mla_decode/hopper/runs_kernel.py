@@ -27,9 +27,8 @@ def attend_runs(
     rope_desc,
     out_ptr,
     lse_ptr,
-    acc_ptr,
-    row_max_ptr,
-    row_sum_ptr,
+    parts_ptr,
+    levels_ptr,
     items_ptr,
     firsts_ptr,
     counts_ptr,
@@ -95,7 +94,7 @@ def attend_runs(
         mbarrier.init(right_full.index(s), count=1)
         mbarrier.init(right_empty.index(s), count=1)
     plan = (items_ptr, firsts_ptr, tables_ptr)
-    results = (out_ptr, lse_ptr, acc_ptr, row_max_ptr, row_sum_ptr)
+    results = (out_ptr, lse_ptr, parts_ptr, levels_ptr)
     together = (arrivals_ptr, counts_ptr, shared_ptr)
     shared = ((q_left, q_right, q_rope, left, right, rope), (handed, stats, ends))
     bars = (
@@ -111,7 +110,7 @@ def attend_runs(
             (attend_odd, (results, together, scale_log2, num_tokens, shared, bars, work,
                             HEADS, TILE, STAGES, MULTI, SLOT_ROWS, TOGETHER, WANTS_LSE)),
             (stream_runs, (q_half_desc, q_rope_desc, half_desc, rope_desc, plan, page_rows, stride_tables_seq,
-                            shared, bars, work, HEADS, PAGE, TILE, STAGES)),
+                            shared, bars, work, HEADS, PAGE, TILE, STAGES, 64)),
         ],
         [4, 1],
         [232, 40],

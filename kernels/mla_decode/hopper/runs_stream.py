@@ -29,6 +29,7 @@ def stream_runs(
     PAGE: gl.constexpr,
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
+    ROWS: gl.constexpr,
 ):
     items_ptr, firsts_ptr, tables_ptr = plan
     q_left, q_right, q_rope, left, right, rope = shared[0]
@@ -41,11 +42,18 @@ def stream_runs(
     turn = 0
     index = gl.load(firsts_ptr + gl.program_id(0))
     stop_index = gl.load(firsts_ptr + gl.program_id(0) + 1)
+    # Where each program has one item, it is read without waiting for its index.
+    item = planned_item(items_ptr, gl.program_id(0))
+    if index != gl.program_id(0):
+        item = planned_item(items_ptr, index)
     while index < stop_index:
-        seq, q_start, q_len, tile, first, stop, length, slot = planned_item(items_ptr, index)
+        seq, q_start, q_len, tile, first, stop, length, slot = item
         publish(work[0], work[1], work[2], turn, (q_start, q_len, tile, first, stop, length, slot))
-        q_row = q_start * HEADS + tile * 64
+        q_row = q_start * HEADS + tile * ROWS
         row_ptr = tables_ptr + seq.to(gl.int64) * stride_tables_seq
+        if turn == 0:
+            # While the block table is read.
+            load_queries(q_half_desc, q_rope_desc, q_row, turn, tiles, bars[0], ROWS)
         rows = box_rows(row_ptr, first, stop, page_rows, PAGE, BOX, BOXES)
         for key in range(first, stop, TILE):
             s = step % STAGES
@@ -59,14 +67,15 @@ def stream_runs(
             mbarrier.wait(right_empty.index(s), phase)
             mbarrier.expect(right_full.index(s), TILE * 256 * 2)
             copy_boxes(half_desc, 256, rows, right_full.index(s), right.index(s), BOX, BOXES)
-            if key == first:
+            if (key == first) & (turn > 0):
                 # Behind the first latents: these have room before the last item's queries are done with.
-                load_queries(q_half_desc, q_rope_desc, q_row, turn, tiles, bars[0], 64)
+                load_queries(q_half_desc, q_rope_desc, q_row, turn, tiles, bars[0], ROWS)
             # Read behind this tile's copies, while there is no room for the next.
             rows = box_rows(row_ptr, key + TILE, stop, page_rows, PAGE, BOX, BOXES)
             step += 1
-        if first >= stop:
-            load_queries(q_half_desc, q_rope_desc, q_row, turn, tiles, bars[0], 64)
+        if (first >= stop) & (turn > 0):
+            load_queries(q_half_desc, q_rope_desc, q_row, turn, tiles, bars[0], ROWS)
         turn += 1
         index += 1
+        item = planned_item(items_ptr, gl.minimum(index, stop_index - 1))
     publish(work[0], work[1], work[2], turn, (0, 0, 0, 0, -1, 0, 0))

@@ -1,0 +1,19 @@
+"""Sizes of what is cut by load: the rows of a tile, and how its parts are folded by programs together."""
+
+__all__ = ["MANY_PARTS", "MANY_ROWS", "PIECES", "PIECE_BLOCK", "ROW_BLOCK", "tile_rows_of"]
+
+# A task of the fold is this number of rows.
+ROW_BLOCK = 8
+# Where heads are few, from this number of parts on it is fewer rows, whose parts are shared out among threads, and the
+# tile is listed as several pieces. Many heads' kernel takes longer with that code than it gains.
+MANY_PARTS, PIECES = 16, 4
+PIECE_BLOCK = ROW_BLOCK // PIECES
+# Up to this number of heads a query's rows are the narrow side of products 16 or 32 wide; else tiles have MANY_ROWS.
+FEW_HEADS, MANY_ROWS = 32, 64
+
+
+def tile_rows_of(heads: int, one_query: bool) -> int:
+    """Returns the rows of a tile: below MANY_ROWS the kernel of few heads takes it."""
+    if not one_query or heads > FEW_HEADS:
+        return MANY_ROWS
+    return 16 if heads <= 16 else 32

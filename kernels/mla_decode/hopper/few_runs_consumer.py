@@ -1,0 +1,117 @@
+"""The consumer of mla_decode cut by load where heads are few and each sequence has one query.
+
+A product has at least 64 rows but may have 16 columns, so the latents are its rows and the queries its columns: no rows
+are computed in vain.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from kernels.hopper.barriers import thread_barrier
+from kernels.hopper.registers import opaque
+from kernels.hopper.work_queue import take
+from kernels.mla_decode.hopper.few_parts import store_heads
+from kernels.mla_decode.hopper.fold_together import fold_together
+from kernels.mla_decode.hopper.leaves import clear_tail
+from kernels.mla_decode.hopper.parts import level, share
+from kernels.softmax.triton import LN_2, MASKED, NO_KEYS
+
+
+@gluon.jit
+def scores_of(q, latents, full, s, phase, TILE: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Returns the products of a tile's latents with every query, [latents, rows]."""
+    left, right, rope = latents
+    left_full, right_full, rope_full = full
+    zeros = gl.zeros([TILE, ROWS], gl.float32, LAYOUT)
+    mbarrier.wait(rope_full.index(s), phase)
+    part = warpgroup_mma(rope.index(s), q[2].permute((1, 0)), zeros, use_acc=False, is_async=True)
+    mbarrier.wait(left_full.index(s), phase)
+    part = warpgroup_mma(left.index(s), q[0].permute((1, 0)), part, is_async=True)
+    mbarrier.wait(right_full.index(s), phase)
+    part = warpgroup_mma(right.index(s), q[1].permute((1, 0)), part, is_async=True)
+    return warpgroup_mma_wait(0, deps=[part])
+
+
+@gluon.jit
+def attend_few_run(
+    results,
+    together,
+    scale_log2,
+    num_tokens,
+    shared,
+    bars,
+    work,
+    HEADS: gl.constexpr,
+    TILE: gl.constexpr,
+    STAGES: gl.constexpr,
+    ROWS: gl.constexpr,
+    SLOT_ROWS: gl.constexpr,
+    TOGETHER: gl.constexpr,
+    WANTS_LSE: gl.constexpr,
+):
+    _, lse_ptr, _, levels_ptr = results
+    q_left, q_right, q_rope, left, right, rope = shared[0]
+    handed = shared[1]
+    q_full, q_empty, left_full, left_empty, right_full, right_empty = bars[0]
+    rope_full, rope_empty = bars[1]
+    L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
+    ACROSS: gl.constexpr = gl.SliceLayout(0, L)
+    DOWN: gl.constexpr = gl.SliceLayout(1, L)
+    key = gl.arange(0, TILE, DOWN)
+    q = (q_left.index(0), q_right.index(0), q_rope.index(0))
+    step = 0
+    turn = 0
+    q_start, _q_len, _tile, begin, stop, length, slot = take(work[0], work[1], work[2], turn)
+    while stop >= 0:
+        mbarrier.wait(q_full, turn & 1)
+        # Above every masked score, so that the weight of one is 0 even in a row that has seen no key yet.
+        row_max = gl.full([ROWS], NO_KEYS, gl.float32, ACROSS)
+        sums = gl.zeros([TILE, ROWS], gl.float32, L)
+        low = gl.zeros([256, ROWS], gl.float32, L)
+        high = gl.zeros([256, ROWS], gl.float32, L)
+        for first in range(begin, stop, TILE):
+            s = step % STAGES
+            full = (left_full, right_full, rope_full)
+            scores = scores_of(q, (left, right, rope), full, s, (step // STAGES) & 1, TILE, ROWS, L)
+            mbarrier.arrive(rope_empty.index(s), count=1)
+            if first + TILE > length:
+                scores = gl.where((first + key < length)[:, None], scores, MASKED)
+            new_max = gl.maximum(row_max, gl.max(scores, 0) * scale_log2)
+            weights = gl.exp2(scores * scale_log2 - new_max[None, :])
+            decay = gl.exp2(row_max - new_max)[None, :]
+            row_max = new_max
+            # All have read the last tile's weights: their maximum went through a barrier.
+            handed.store(weights.to(gl.bfloat16))
+            fence_async_shared()
+            if first + TILE > length:
+                clear_tail(left.index(s), length - first, TILE)
+                clear_tail(right.index(s), length - first, TILE)
+            thread_barrier()
+            low = warpgroup_mma(left.index(s).permute((1, 0)), handed, low * decay, is_async=True)
+            high = warpgroup_mma(right.index(s).permute((1, 0)), handed, high * decay, is_async=True)
+            sums = gl.fma(sums, decay + gl.zeros_like(sums), weights)
+            low = warpgroup_mma_wait(1, deps=[low])
+            mbarrier.arrive(left_empty.index(s), count=1)
+            high = warpgroup_mma_wait(0, deps=[high])
+            mbarrier.arrive(right_empty.index(s), count=1)
+            step += 1
+        mbarrier.arrive(q_empty, count=1)
+        total = gl.sum(sums, 0)
+        row = opaque(gl.arange(0, ROWS, ACROSS))
+        reached = level(row_max, total)
+        live = row < HEADS
+        gl.store(levels_ptr + slot * SLOT_ROWS + row, reached, mask=live & (slot >= 0))
+        if WANTS_LSE:
+            gl.store(lse_ptr + row.to(gl.int64) * num_tokens + q_start, reached * LN_2, mask=live & (slot < 0))
+        store_heads(results, low * share(total)[None, :], q_start, slot, 0, HEADS, SLOT_ROWS, ROWS, L)
+        store_heads(results, high * share(total)[None, :], q_start, slot, 256, HEADS, SLOT_ROWS, ROWS, L)
+        turn += 1
+        q_start, _q_len, _tile, begin, stop, length, slot = take(work[0], work[1], work[2], turn)
+    if TOGETHER:
+        fold_together(results, together, num_tokens, 2, HEADS, SLOT_ROWS, True, WANTS_LSE)

@@ -1,0 +1,99 @@
+"""mla_decode cut by load, in Gluon for Hopper, where heads are few and each sequence has one query.
+
+producer       latents, a page's rows at a time, and the queries, as for many heads
+consumer       everything else, for up to 32 heads
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from kernels.mla_decode.hopper.few_runs_consumer import attend_few_run
+from kernels.mla_decode.hopper.runs_stream import stream_runs
+
+
+# What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
+@gluon.jit(do_not_specialize=["num_tokens", "stride_tables_seq"])
+def attend_few_runs(
+    q_half_desc,
+    q_rope_desc,
+    half_desc,
+    rope_desc,
+    out_ptr,
+    lse_ptr,
+    parts_ptr,
+    levels_ptr,
+    items_ptr,
+    firsts_ptr,
+    counts_ptr,
+    shared_ptr,
+    arrivals_ptr,
+    tables_ptr,
+    scale_log2,
+    num_tokens,
+    page_rows,
+    stride_tables_seq,
+    HEADS: gl.constexpr,
+    PAGE: gl.constexpr,
+    TILE: gl.constexpr,
+    STAGES: gl.constexpr,
+    ROWS: gl.constexpr,
+    SLOT_ROWS: gl.constexpr,
+    TOGETHER: gl.constexpr,
+    WANTS_LSE: gl.constexpr,
+):
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    HANDED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=2 * ROWS, element_bitwidth=16, rank=2)
+    VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    q_left = gl.allocate_shared_memory(gl.bfloat16, [1, ROWS, 256], LAYOUT)
+    q_right = gl.allocate_shared_memory(gl.bfloat16, [1, ROWS, 256], LAYOUT)
+    q_rope = gl.allocate_shared_memory(gl.bfloat16, [1, ROWS, 64], LAYOUT)
+    left = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, 256], LAYOUT)
+    right = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, 256], LAYOUT)
+    rope = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, 64], LAYOUT)
+    handed = gl.allocate_shared_memory(gl.bfloat16, [TILE, ROWS], HANDED)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    q_empty = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    left_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    left_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    rope_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    rope_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    right_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    right_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    queue = gl.allocate_shared_memory(gl.int32, [16, 1], VECTOR)
+    queue_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    queue_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    for s in gl.static_range(2):
+        mbarrier.init(queue_full.index(s), count=1)
+        mbarrier.init(queue_empty.index(s), count=1)
+    work = (queue, queue_full, queue_empty)
+    mbarrier.init(q_full, count=1)
+    mbarrier.init(q_empty, count=1)
+    for s in gl.static_range(STAGES):
+        mbarrier.init(left_full.index(s), count=1)
+        mbarrier.init(rope_full.index(s), count=1)
+        mbarrier.init(rope_empty.index(s), count=1)
+        mbarrier.init(left_empty.index(s), count=1)
+        mbarrier.init(right_full.index(s), count=1)
+        mbarrier.init(right_empty.index(s), count=1)
+    plan = (items_ptr, firsts_ptr, tables_ptr)
+    results = (out_ptr, lse_ptr, parts_ptr, levels_ptr)
+    together = (arrivals_ptr, counts_ptr, shared_ptr)
+    shared = ((q_left, q_right, q_rope, left, right, rope), handed)
+    bars = (
+        (q_full, q_empty, left_full, left_empty, right_full, right_empty),
+        (rope_full, rope_empty),
+    )
+    # fmt: off
+    gl.warp_specialize(
+        [
+            (attend_few_run, (results, together, scale_log2, num_tokens, shared, bars, work,
+                               HEADS, TILE, STAGES, ROWS, SLOT_ROWS, TOGETHER, WANTS_LSE)),
+            (stream_runs, (q_half_desc, q_rope_desc, half_desc, rope_desc, plan, page_rows, stride_tables_seq,
+                            shared, bars, work, HEADS, PAGE, TILE, STAGES, ROWS)),
+        ],
+        [1],
+        [56],
+    )
+    # fmt: on
