@@ -194,8 +194,8 @@ AREAS: dict[str, tuple[Maker, ...]] = {
         *(partial(decode, *sizes) for sizes in DECODES),
         *(partial(decode_mixed, sequences) for sequences in MIXED_DECODES),
         *(partial(decode_long_among_short, *sizes) for sizes in LONG_AMONG_SHORT),
-        *(partial(decode_codes, *sizes) for sizes in DECODES_OF_CODES),
-        *(partial(decode_window, *sizes) for sizes in WINDOWED_DECODES),
     ),
+    "decode_codes": tuple(partial(decode_codes, *sizes) for sizes in DECODES_OF_CODES),
+    "decode_window": tuple(partial(decode_window, *sizes) for sizes in WINDOWED_DECODES),
     "merge": (merge,),
 }
