@@ -1,7 +1,9 @@
 """mla_decode cut by load, in Gluon for Hopper, where heads are few and each sequence has one query.
 
-producer       latents, a page's rows at a time, and the queries, as for many heads
-consumer       everything else, for up to 32 heads
+It is cut and folded as for many heads, see runs_kernel.py.
+
+    producer       latents, a page's rows at a time, and the queries, as for many heads
+    consumer       everything else, for up to 32 heads
 """
 
 from triton.experimental import gluon
