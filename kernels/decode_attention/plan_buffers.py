@@ -20,11 +20,11 @@ MAX_COLUMNS = 32
 FEW_PAIRS = 8
 # Pairs for each multiprocessor, least and most, where programs claim places (hopper/places.py). 16 sequences of 1 to
 # 8,192 keys and 8 kv heads take 68 to 95 us, where one program a multiprocessor took 73 to 101 (twelve draws, H200).
-# With fewer pairs, steps of one length were up to 5% slower; with more, mixed ones gain nothing.
-PLACED_SHARES = (0.8, 1.35)
-# Fields of a split: sequence, kv head, first leaf within the pair, leaves, the sequence's length, splits of the pair,
-# its first partial less the groups before its origin; and the number of splits, the same for all, so that a program
-# starts with one load.
+# With fewer pairs short steps lose (2 of 4,097 keys: 22.4 us for 21.1); with more, mixed lengths gain nothing.
+PLACED_SHARES = (0.65, 1.5)
+# Fields of a split: sequence, kv head, first leaf within the pair, leaves, the sequence's length, splits of the pair
+# (below 0 where it is cut at groups), its first partial less the groups before its origin; and the number of splits,
+# the same for all, so that a program starts with one load.
 SPLIT_FIELDS = 8
 # Splits for each program beyond one for each pair, at most.
 MAX_ROUNDS = 4
@@ -34,8 +34,9 @@ MAX_ROUNDS = 4
 COSTS = {1: (0.8, 1.5, 0.45), 2: (0.52, 0.85, 0.2)}
 # And where programs claim places: the share of the programs that takes all that memory gives, what a split of a cut
 # pair costs in tiles, how much of the time counts for which fewer programs are left, by what share programs without a
-# split make a step longer, if all were, and what each group of the longest cut pair adds to its merge.
-COSTS_AT_ONCE = (0.45, 2.0, 0.9, 0.025, 0.1)
+# split make a step of cut pairs longer, if all were; by what share equal splits do where multiprocessors have one or
+# two; and what each group of the longest cut pair adds to its merge.
+COSTS_AT_ONCE = (0.45, 1.6, 0.9, 0.08, 0.08, 0.15)
 
 
 class DecodePlan:
@@ -70,7 +71,7 @@ class DecodePlan:
             raise KernelArgumentError(f"max_seqlen_k: must not be negative, got {max_seqlen_k}")
         if window < 0:
             raise KernelArgumentError(f"window: must not be negative, got {window}")
-        self.max_seqs, self.max_seqlen_k, self.max_q_tokens = max_seqs, max_seqlen_k, max_q_tokens
+        self.max_seqs, self.max_seqlen_k, self.max_q_tokens = (max_seqs, max_seqlen_k, max_q_tokens)
         self.window = window
         # The newest keys, those that any of max_q_tokens tokens can see; 0: all.
         newest = window + max_q_tokens - 1
@@ -99,7 +100,7 @@ class DecodePlan:
         # What hopper/places.py counts, and arrivals of each pair. All return to what they are here with every launch.
         counters = torch.zeros(4 + pairs, dtype=torch.int32, device=self.device)
         self.work, self.arrivals = counters[:4], counters[4:]
-        self.work[3:].fill_(-1)  # an assignment would wait for the device
+        self.work[3] = -1
 
     def _max_groups(self) -> int:
         """Returns how many groups a pair's planned keys may touch: the newest ones can begin within a group."""

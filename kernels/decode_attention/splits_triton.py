@@ -6,7 +6,8 @@ each sequence, from its origin on: the leaf in which they begin. What is said of
 A pair is one sequence and one kv head; its keys are tiles of TILE, its tiles leaves of PER_LEAF. A split is a whole
 pair, or one of the equal runs of leaves into which a pair is cut. How many splits a sequence's pairs have follows from
 one number for the batch: the tiles that a split may hold. Several are tried, and the one taken whose step a model of
-the card says is the shortest (plan_triton.py). Programs draw splits, the longest first, until there are none.
+the card says is the shortest (plan_triton.py). Programs draw splits, the longest first, until there are none. Where
+they claim places and the number is one of groups, runs are of groups: a cut within a group makes more to merge.
 
     tiles of a pair     | 33            | 9   | 70                                |      here with up to 35 a split
     splits              | 0             | 1   | 2                | 3              |
@@ -20,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.decode_attention.plan_triton import split_limit, splits_of
+from kernels.decode_attention.plan_triton import spacing_of, split_limit, splits_of
 
 BLOCK_ELEMENTS = 8192
 # From this number of pairs for each program on, one in TAIL_SHARE is cut into TAIL_SPLITS.
@@ -44,19 +45,27 @@ def pair_of(length, PLANNED: tl.constexpr, TILE: tl.constexpr, PER_LEAF: tl.cons
 
 
 @triton.jit
-def split_start(split, splits, tiles, leaves, PER_LEAF: tl.constexpr):
-    """Returns the first leaf of a split, from the origin on: the one that begins nearest to its share of the tiles."""
-    tiles = tl.maximum(tiles, splits * PER_LEAF)
-    return tl.where(split < splits, (split * tiles + splits * (PER_LEAF // 2)) // (splits * PER_LEAF), leaves)
+def split_start(split, splits, tiles, leaves, spacing, PER_LEAF: tl.constexpr):
+    """Returns the first leaf of a split, from the origin on: the one that begins nearest to its share of the tiles.
+
+    Where cuts are a group apart or more, splits are of as many groups each, but for the last one.
+    """
+    share = tl.cdiv(tl.maximum(tiles - (spacing // 2 - 1), 1), splits * spacing)
+    divided = tl.maximum(tiles, splits * PER_LEAF)
+    at_leaf = (split * divided + splits * (PER_LEAF // 2)) // (splits * PER_LEAF)
+    start = tl.where(spacing > PER_LEAF, split * share * (spacing // PER_LEAF), at_leaf)
+    return tl.where(split < splits, start, leaves)
 
 
 @triton.jit
-def sizes_of(splits, tiles, PER_LEAF: tl.constexpr):
+def sizes_of(splits, tiles, spacing, PER_LEAF: tl.constexpr):
     """Returns (tiles of a pair's small splits, how many before the last have a leaf more, tiles of the last one)."""
     some = tl.maximum(splits, 1)
-    small = tl.maximum(tiles // (some * PER_LEAF), 1)
-    before_last = split_start(some - 1, some, tiles, 0, PER_LEAF)
-    return small * PER_LEAF, before_last - (some - 1) * small, tiles - before_last * PER_LEAF
+    before_last = split_start(some - 1, some, tiles, 0, spacing, PER_LEAF)
+    at_group = spacing > PER_LEAF
+    small = tl.maximum(tl.where(at_group, before_last // tl.maximum(some - 1, 1), tiles // (some * PER_LEAF)), 1)
+    more = tl.where(at_group, 0, before_last - (some - 1) * small)
+    return small * PER_LEAF, more, tiles - before_last * PER_LEAF
 
 
 @triton.jit
@@ -116,6 +125,7 @@ def plan_splits(
     cut_at_once,
     uneven,
     idle,
+    shared,
     fold_tiles,
     HEADS: tl.constexpr,
     TILE: tl.constexpr,
@@ -139,18 +149,22 @@ def plan_splits(
     empty = num_seqs - tl.sum((length > 0).to(tl.int32), 0)
     most = max_splits - empty * HEADS
     costs = (least, cut_tiles, merge_tiles)
-    costs_at_once = (least_at_once, cut_at_once, uneven, idle, fold_tiles)
+    costs_at_once = (least_at_once, cut_at_once, uneven, idle, shared, fold_tiles)
+    # A window's keys may begin within a group.
+    BY_GROUP: tl.constexpr = AT_ONCE and PLANNED == 0
     limit = split_limit(
-        tiles, most_splits, length > 0, programs, most, costs, costs_at_once, HEADS, PER_LEAF, LEAVES_PER_GROUP, AT_ONCE
-    )
+        tiles, most_splits, length > 0, programs, most, costs, costs_at_once, HEADS, PER_LEAF, LEAVES_PER_GROUP,
+        AT_ONCE, BY_GROUP,
+    )  # fmt: skip
+    spacing = spacing_of(limit, PER_LEAF, LEAVES_PER_GROUP, BY_GROUP)
     # Sequences of the longest splits first, for with_tail. Beyond what a sort has bits for they count as equal.
-    average = tl.cdiv(tiles, splits_of(tiles, most_splits, limit, PER_LEAF))
+    average = tl.cdiv(tiles, splits_of(tiles, most_splits, limit, spacing))
     average_tiles = tl.where(real, tl.minimum(average, 1 << 18), 0)
     seq = tl.sort(((1 << 18) - average_tiles) * BLOCK_SEQS + place) % BLOCK_SEQS
     length = tl.load(seqlens_ptr + seq, mask=real, other=0)
     origin, tiles, most_splits = pair_of(length, PLANNED, TILE, PER_LEAF)
     groups = tl.cdiv(origin + tl.cdiv(tiles, PER_LEAF), LEAVES_PER_GROUP) - origin // LEAVES_PER_GROUP
-    splits = splits_of(tiles, most_splits, limit, PER_LEAF)
+    splits = splits_of(tiles, most_splits, limit, spacing)
     splits = with_tail(
         splits, tiles, most_splits, real & (length > 0), programs, most, HEADS, PER_LEAF, TAIL_ROUNDS, TAIL_SHARE,
         TAIL_SPLITS, TAIL_LEAVES,
@@ -175,13 +189,13 @@ def plan_splits(
     offset = split - tl.sum(tl.where(own, base[None, :], 0), 1) * HEADS
     head = offset // own_splits % HEADS
     nth = offset % own_splits
-    start = split_start(nth, own_splits, own_tiles, own_leaves, PER_LEAF)
-    stop = split_start(nth + 1, own_splits, own_tiles, own_leaves, PER_LEAF)
+    start = split_start(nth, own_splits, own_tiles, own_leaves, spacing, PER_LEAF)
+    stop = split_start(nth + 1, own_splits, own_tiles, own_leaves, spacing, PER_LEAF)
     total = tl.sum(splits, 0) * HEADS
     # The largest come first: what is drawn last then keeps no program long behind the others.
-    small, _, last = sizes_of(own_splits, own_tiles, PER_LEAF)
+    small, _, last = sizes_of(own_splits, own_tiles, spacing, PER_LEAF)
     size = tl.where(nth == own_splits - 1, last, (stop - start) * PER_LEAF)
-    sizes = sizes_of(splits, tiles, PER_LEAF)
+    sizes = sizes_of(splits, tiles, spacing, PER_LEAF)
     sizes = (sizes[0][None, :], sizes[1][None, :], sizes[2][None, :])
     larger, equal = count_sizes(size[:, None], splits[None, :], sizes, PER_LEAF)
     more_before = start - nth * (small // PER_LEAF)
@@ -195,15 +209,16 @@ def plan_splits(
     tl.store(at + 2, own_origin + start, mask=ok)
     tl.store(at + 3, tl.where(split < total, stop - start, 0), mask=ok)
     tl.store(at + 4, own_length, mask=ok)
-    tl.store(at + 5, own_splits, mask=ok)
+    tl.store(at + 5, tl.where((spacing > PER_LEAF) & (own_splits > 1), -own_splits, own_splits), mask=ok)
     # A group's partial is numbered by the group, from the sequence's beginning on.
     tl.store(at + 6, first + head * own_partials - own_origin // LEAVES_PER_GROUP, mask=ok)
     tl.store(at + 7, total + tl.zeros_like(split), mask=ok)
 
 
-def num_warps(block_seqs: int, at_once: bool) -> int:
-    """Returns the warps of a program of the plan, so that it spills nothing."""
-    return 4 if block_seqs <= (64 if at_once else 256) else 8
+def sizes_of_program(block_seqs: int, at_once: bool) -> tuple[int, int]:
+    """Returns the splits that a program of the plan writes and its warps, so that it spills nothing."""
+    elements = BLOCK_ELEMENTS // 4 if at_once else BLOCK_ELEMENTS
+    return max(1, min(64, elements // block_seqs)), 4 if block_seqs <= 32 else 8
 
 
 def launch(
@@ -221,13 +236,13 @@ def launch(
 ) -> None:
     """Launches over at least one sequence; `splits` [max_splits, fields] int32 has the room.
 
-    `costs` are the model's least, cut_tiles and merge_tiles. `costs_at_once` are its least, cut_tiles, uneven, idle and
-    fold_tiles where each split has a program (None: as with fewer programs). planned_tokens of a sequence's newest keys
-    are divided (0: all).
+    `costs` are the model's least, cut_tiles and merge_tiles. `costs_at_once` are its least, cut_tiles, uneven, idle,
+    shared and fold_tiles where each split has a program (None: as with fewer programs). planned_tokens of a sequence's
+    newest keys are divided (0: all).
     """
     num_seqs, max_splits = seqlens_k.shape[0], splits.shape[0]
     block_seqs = max(16, triton.next_power_of_2(num_seqs))
-    block_splits = max(1, min(64, BLOCK_ELEMENTS // block_seqs))
+    block_splits, num_warps = sizes_of_program(block_seqs, costs_at_once is not None)
     with torch.cuda.device_of(seqlens_k):
         plan_splits[(triton.cdiv(max_splits, block_splits),)](
             seqlens_k,
@@ -236,7 +251,7 @@ def launch(
             programs,
             max_splits,
             *costs,
-            *(costs_at_once or (0.0,) * 5),
+            *(costs_at_once or (0.0,) * 6),
             HEADS=kv_heads,
             TILE=tile,
             PER_LEAF=leaf // tile,
@@ -250,5 +265,5 @@ def launch(
             TAIL_SPLITS=TAIL_SPLITS,
             TAIL_LEAVES=TAIL_LEAVES,
             AT_ONCE=costs_at_once is not None,
-            num_warps=num_warps(block_seqs, costs_at_once is not None),
+            num_warps=num_warps,
         )

@@ -127,12 +127,13 @@ def test_it_spills_nothing_and_fits(name: str) -> None:
 def test_the_plan_spills_nothing(sequences: int, planned: int, at_once: bool) -> None:
     if at_once and sequences > 256:
         pytest.skip("programs do not claim places where pairs are more than programs")
-    from kernels.decode_attention.splits_triton import BLOCK_ELEMENTS, num_warps, plan_splits
+    from kernels.decode_attention.splits_triton import plan_splits, sizes_of_program
     from tests.kernels.test_compiles import compile_for_hopper as compile_plain
 
     tree = {"TILE": 64, "PER_LEAF": 8, "LEAVES_PER_GROUP": 4, "SPLIT_FIELDS": 8}
     tree |= {"TAIL_ROUNDS": 7, "TAIL_SHARE": 8, "TAIL_SPLITS": 4, "TAIL_LEAVES": 16, "AT_ONCE": at_once}
-    blocks = {"BLOCK_SEQS": sequences, "BLOCK_SPLITS": min(64, BLOCK_ELEMENTS // sequences)}
+    splits, num_warps = sizes_of_program(sequences, at_once)
+    blocks = {"BLOCK_SEQS": sequences, "BLOCK_SPLITS": splits}
     constants: dict[str, object] = {"HEADS": 8, "PLANNED": planned, **tree, **blocks}
-    built = compile_plain(plan_splits, constants, num_warps(sequences, at_once), lambda name: "*i32")
+    built = compile_plain(plan_splits, constants, num_warps, lambda name: "*i32")
     assert built.stack_bytes == 0 and not built.spills

@@ -163,6 +163,26 @@ def test_cuts_change_no_bit(splits: int, window: int, monkeypatch: pytest.Monkey
         assert_same_bits(got, right)
 
 
+@pytest.mark.parametrize("window", [0, 2500])
+def test_cuts_at_groups_change_no_bit(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """About as many splits as groups."""
+    case = decoding([8193, 33_000, 8700, 4600], window=window)
+    wanted = run(case)
+    launch = splits_triton.launch
+
+    def cut(*args: object, **options: object) -> None:
+        """Plans with costs that make splits worth something, and leaves that are alone dear."""
+        dear = {"programs": 1000, "costs_at_once": (1.0, -360.0, 0.0, 0.0, 0.0, 1.0)}
+        launch(*args, **{**options, **dear})  # type: ignore[arg-type]
+
+    monkeypatch.setattr(splits_triton, "launch", cut)
+    monkeypatch.setattr(DecodePlan, "is_placed", lambda self, num_seqs: True)
+    own = planned(case, 0)
+    assert int(own.splits.view(-1, 8)[:, 5].min()) == -16
+    for got, right in zip(run(case, plan=own), wanted, strict=True):
+        assert_same_bits(got, right)
+
+
 # Around leaves and groups of keys, long enough that a shared plan cuts far from the window, and nothing.
 WINDOWED = [1, 511, 512, 513, 1024, 2047, 2048, 2049, 0, 4095, 4097, 8191, 8192, 8193, 20_479, 30_000]
 WINDOWS = (1, 64, 127, 128, 512, 513, 1024, 4096)

@@ -30,9 +30,13 @@ def num_multiprocessors() -> int:
 
 
 def one_pair_each(kind: str) -> PagedCase:
-    """A sequence for every two multiprocessors: of one length, whose pairs stay whole, or of many."""
+    """A sequence for every two multiprocessors: of one length, whose pairs stay whole, of many, or one long one."""
     count = num_multiprocessors() // HEADS
-    lengths = [1500] * count if kind == "equal" else [1 + 3000 * i // count for i in range(count)]
+    lengths = {
+        "equal": [1500] * count,
+        "mixed": [1 + 3000 * i // count for i in range(count)],
+        "one long": [700] * (count - 1) + [40_000],
+    }[kind]
     shape = CaseShape(dim=128, q_heads=4 * HEADS, kv_heads=HEADS, device="cuda")
     return make_case([(length - 1, 1) for length in lengths], shape)
 
@@ -70,7 +74,7 @@ def assert_counters_are_back(plan: DecodePlan) -> None:
     assert plan.work.tolist() == [0, 0, 0, -1] and not plan.arrivals.any()
 
 
-@pytest.mark.parametrize("kind", ["equal", "mixed"])
+@pytest.mark.parametrize("kind", ["equal", "mixed", "one long"])
 def test_results_are_those_of_other_launches(kind: str) -> None:
     case = one_pair_each(kind)
     wanted, plan = run_apart(case), planned(case)
@@ -93,7 +97,7 @@ def test_programs_that_draw_further_splits(monkeypatch: pytest.MonkeyPatch) -> N
         assert_counters_are_back(plan)
 
 
-@pytest.mark.parametrize("kind", ["equal", "mixed"])
+@pytest.mark.parametrize("kind", ["equal", "mixed", "one long"])
 def test_two_streams_at_once_beside_products(kind: str) -> None:
     """Two plans' launches and products that hold multiprocessors: programs begin where there is room."""
     case = one_pair_each(kind)

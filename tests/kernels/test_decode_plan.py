@@ -87,7 +87,7 @@ def test_chunks_tile_all_leaves(device: str, name: str, at_once: bool) -> None:
     for seq, head, first, leaves, length, splits, _, _ in plan.splits[: plan.count]:
         assert length == lengths[seq] and leaves > 0
         found.setdefault((seq, head), []).append((first, leaves))
-        assert len(found[seq, head]) <= splits
+        assert len(found[seq, head]) <= abs(splits)
     assert sorted(found) == [(seq, head) for seq in range(len(lengths)) for head in range(HEADS)]
     for (seq, _), unsorted in found.items():
         runs = sorted(unsorted)
@@ -99,8 +99,9 @@ def test_chunks_tile_all_leaves(device: str, name: str, at_once: bool) -> None:
 
 
 @pytest.mark.parametrize("name", list(LENGTHS))
-def test_the_longest_chunks_come_first(device: str, name: str) -> None:
-    plan = Planned(LENGTHS[name], device)
+@pytest.mark.parametrize("at_once", [False, True])
+def test_the_longest_chunks_come_first(device: str, name: str, at_once: bool) -> None:
+    plan = Planned(LENGTHS[name], device, at_once=at_once)
     tiles = [max(1, tiles) for tiles in plan.tiles]
     assert tiles == sorted(tiles, reverse=True)
 
@@ -122,9 +123,9 @@ def test_partials_of_pairs_lie_side_by_side(device: str, name: str, at_once: boo
     pairs = {(split[0], split[1]): tuple(split[4:7]) for split in plan.splits[: plan.count]}
     expected = 0
     for length, splits, base in sorted(pairs.values(), key=lambda pair: pair[2]):
-        if splits > 1:
+        if abs(splits) > 1:
             assert base == expected
-            expected += -(-length // GROUP) + (LEAVES_PER_GROUP - 1) * (splits - 1)
+            expected += -(-length // GROUP) + (LEAVES_PER_GROUP - 1) * (abs(splits) - 1)
     most = len(lengths) * HEADS * -(-max(lengths) // GROUP)
     assert expected <= most + (LEAVES_PER_GROUP - 1) * (plan.room - len(lengths) * HEADS)
 
@@ -155,7 +156,7 @@ def test_large_batches_of_mixed_lengths_stay_whole(device: str) -> None:
 
 @pytest.mark.parametrize(
     ("num_seqs", "programs", "is_placed"),
-    [(1, 1, False), (4, 2, False), (13, 2, False), (14, 2, True), (16, 2, True), (22, 2, True), (23, 2, False)],
+    [(1, 1, False), (2, 2, False), (10, 2, False), (11, 2, True), (24, 2, True), (25, 2, False)],
 )
 def test_programs_claim_places_where_a_multiprocessor_has_about_one_pair(
     num_seqs: int, programs: int, is_placed: bool
@@ -178,13 +179,27 @@ def test_whole_pairs_where_each_has_a_multiprocessor(device: str, length: int, s
         [1 + 8191 * i // 15 for i in range(16)],
         [30000] + [1000] * 15,
         [8000] * 8 + [500] * 8,
+        [33000] * 11,
     ],
-    ids=["mixed", "one long", "halves"],
+    ids=["mixed", "one long", "halves", "few"],
 )
 def test_up_to_a_split_for_each_program_where_pairs_differ(device: str, lengths: list[int]) -> None:
     """All begin at once, and none draws another."""
     plan = Planned(lengths, device, heads=8, programs=264, at_once=True)
     assert 132 < plan.count <= 264
+
+
+@pytest.mark.parametrize("length", [30_000, 60_000, 61_440])
+def test_a_long_pair_among_short_ones_is_cut_at_groups(device: str, length: int) -> None:
+    """Splits are of as many groups each, but for the last; and the plan says that none has a leaf alone."""
+    plan = Planned([1000] * 7 + [length] + [1000] * 8, device, heads=8, programs=264, at_once=True)
+    own = [split for split in plan.splits[: plan.count] if split[0] == 7]
+    for head in range(8):
+        runs = sorted((first, leaves) for _, kv_head, first, leaves, *_ in own if kv_head == head)
+        share = runs[0][1]
+        assert share % LEAVES_PER_GROUP == 0 and len(runs) == 15
+        assert [first for first, _ in runs] == list(range(0, 15 * share, share))
+    assert {split[5] for split in own} == {-15}
 
 
 @pytest.mark.parametrize("length", [8193, 33000])

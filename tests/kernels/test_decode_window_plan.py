@@ -42,8 +42,9 @@ def walks() -> dict[str, Jitted]:
 
     scalars = SimpleNamespace(maximum=max, minimum=min, where=lambda holds, a, b: a if holds else b)
     names: dict[str, Any] = {"gl": scalars}
-    for module, name in ((splits, "origin_of"), (splits, "split_of"), (splits, "lowest_key"), (merge, "first_step")):
-        names[name] = plain(getattr(module, name), names)
+    for name in ("origin_of", "split_of", "others_of", "lowest_key"):
+        names[name] = plain(getattr(splits, name), names)
+    names["first_step"] = plain(merge.first_step, names)
     names["step"] = plain(merge.step, names)
     return names
 
@@ -119,6 +120,12 @@ def merged(walks: dict[str, Jitted], split: list[int], planned: int, skipped: in
     return found
 
 
+def check_arrivals(walks: dict[str, Jitted], own: list[list[int]], skipped: int, origin: int, tiles: int) -> None:
+    arriving = sum(first + leaves > skipped for _, _, first, leaves, *_ in own)
+    others = walks["others_of"](skipped, origin, own[0][5], tiles, PER_LEAF, LEAVES_PER_GROUP, True)
+    assert others == arriving - 1
+
+
 def check_partials(walks: dict[str, Jitted], plan: Room, window: int, tokens: int) -> None:
     """Whatever tokens a sequence has, each partial is written once, in the room there is, and folded in order."""
     planned = plan.own.planned_tokens
@@ -137,8 +144,7 @@ def check_partials(walks: dict[str, Jitted], plan: Room, window: int, tokens: in
                 assert {walks["split_of"](leaf, splits, tiles, PER_LEAF) for leaf in inside} == {number}
             written = [partial for split in own for partial in stored(walks, split, planned, skipped)]
             assert written == merged(walks, own[0], planned, skipped)
-            arriving = sum(split[2] + split[3] > skipped for split in own)
-            assert arriving == splits - walks["split_of"](skipped - origin, splits, tiles, PER_LEAF)
+            check_arrivals(walks, own, skipped, origin, tiles)
             numbers = {number for number, _ in written}
             assert len(numbers) == len(written) and not numbers & taken
             taken |= numbers
@@ -190,3 +196,19 @@ def test_buffers_follow_the_window() -> None:
     ]
     several = DecodePlan(4, 1 << 20, 8, 2, 64, max_q_tokens=8, window=4096, device="cpu")
     assert several.planned_tokens == 4103
+
+
+@pytest.mark.parametrize("length", [30_000, 60_000, 61_441, 66_500])
+def test_who_merges_a_pair_that_is_cut_at_groups(target: Target, walks: dict[str, Jitted], length: int) -> None:
+    """And that it finds a partial for each group, whatever a window skips of the pair."""
+    if target.backend is Backend.REFERENCE:
+        pytest.skip("the plan has no reference")
+    plan = Planned([length] + [1000] * 15, target.device, heads=8, programs=264, at_once=True)
+    own = [split for split in plan.splits[: plan.count] if split[:2] == [0, 0]]
+    assert own[0][5] == -len(own) < -1
+    own.sort(key=lambda split: split[2])
+    base, groups = own[0][6], -(-length // GROUP)
+    for skipped in range(-(-length // LEAF)):
+        check_arrivals(walks, own, skipped, 0, -(-length // TILE))
+        written = [number for split in own for number, _ in stored(walks, split, 0, skipped)]
+        assert written == list(range(base + skipped // LEAVES_PER_GROUP, base + groups))

@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from kernels.decode_attention.hopper.merge import merge_pair, store_partial
 from kernels.decode_attention.hopper.quantized import query_operand, value_dims
-from kernels.decode_attention.hopper.splits import lowest_key, origin_of, query_span, read_split, split_of
+from kernels.decode_attention.hopper.splits import lowest_key, origin_of, others_of, query_span, read_split, split_of
 from kernels.decode_attention.hopper.tree import add_sink, fold, fold_parked, nothing, store_rows, sum_leaf
 from kernels.hopper.barriers import thread_barrier
 from kernels.hopper.work_queue import take_index
@@ -129,6 +129,7 @@ def attend(
     SOFTCAP: gl.constexpr,
     HAS_SINKS: gl.constexpr,
     WANTS_LSE: gl.constexpr,
+    BY_GROUP: gl.constexpr,
 ):
     """Computes all of this program's splits; ROWS is the room that a partial has for rows."""
     q_smem = rings[0]
@@ -186,7 +187,7 @@ def attend(
             parked.index(0).store(acc)
         first = gl.maximum(begin, skipped)
         while first < end:
-            # Leaves behind a cut stay alone: their group's sum begins in another split.
+            # Leaves behind a cut within a group stay alone: the group's sum begins in another split.
             group = first // LEAVES_PER_GROUP
             alone = first > gl.maximum(group * LEAVES_PER_GROUP, skipped)
             stop = gl.where(alone, first + 1, gl.minimum((group + 1) * LEAVES_PER_GROUP, end))
@@ -231,7 +232,7 @@ def attend(
                 GQA_GROUP, QUANTIZED, LAYOUT, HAS_SINKS, WANTS_LSE,
             )  # fmt: skip
         if (whole == 0) & (end > skipped):
-            others = splits - 1 - split_of(skipped - origin, splits, tiles, LEAF // TILE)
+            others = others_of(skipped, origin, splits, tiles, LEAF // TILE, LEAVES_PER_GROUP, BY_GROUP)
             thread_barrier()
             arrived = gl.atomic_add(arrivals_ptr + seq * HEADS + head, 1, sem="acq_rel", scope="gpu")
             if arrived == others:  # the last of this pair's splits
@@ -239,7 +240,7 @@ def attend(
                 merge_pair(
                     partials, base, skipped, leaves, origin, tiles, splits, rows, head, token_row, outputs, strides_out,
                     value_scale, length > 0, ROWS, GQA_GROUP, D, BLOCK, LEAF // TILE, LEAVES_PER_GROUP, WANTS_LSE,
-                    HAS_SINKS,
+                    HAS_SINKS, BY_GROUP,
                 )  # fmt: skip
         if not AHEAD:
             split, own = next_split(splits_ptr, num_splits, queue, queue_full, queue_empty, turn)

@@ -122,7 +122,7 @@ def decode_pages(
                     q_ptr, (stride_q_token, stride_q_head), outputs, strides_out, partials, splits_ptr, arrivals_ptr,
                     cu_seqlens_ptr, token_first, factors, rings, barriers, queue, queue_full, queue_empty, parked,
                     place, HEADS, GQA_GROUP, TOKENS, HAS_SPANS, ROWS, LEAF, LEAVES_PER_GROUP, PARKED, WINDOW, PLANNED,
-                    SOFTCAP, HAS_SINKS, WANTS_LSE,
+                    SOFTCAP, HAS_SINKS, WANTS_LSE, PLACED,
                 ),
             ),
             (

@@ -2,7 +2,7 @@
 
 A pair's groups come first, those from its origin on: what one split holds of a group from its beginning is one partial.
 The leaves of a group that lie behind a cut follow, split by split, one partial each. They are folded as the tree says:
-leaves to their group first, groups in ascending order.
+leaves to their group first, groups in ascending order. A pair that is cut at groups has one partial for each.
 
     groups     | 0       | 1       | 2       |        cut before leaf 6: leaves 4 and 5 are the partial of group 1,
     leaves     | 0 1 2 3 | 4 5|6 7 | 8 9 10  |        6 and 7 have one each
@@ -67,7 +67,7 @@ def first_step(pair, origin, tiles, PER_LEAF: gl.constexpr):
     _, _, skipped, leaves, splits, share, _, _ = pair
     split = split_of(skipped - origin, splits, tiles, PER_LEAF)
     cut = (split + 1) * gl.maximum(tiles, share) + share // 2
-    return skipped, split, split * 0, gl.where(split + 1 < splits, origin + cut // share, leaves), cut % share
+    return (skipped, split, split * 0, gl.where(split + 1 < splits, origin + cut // share, leaves), cut % share)
 
 
 @gluon.jit
@@ -156,6 +156,46 @@ def merge_rows(
 
 
 @gluon.jit
+def fold_group(state, partial):
+    """The state with a group that is one partial. Its -0 becomes 0, as in a fold with nothing."""
+    return fold(state[0], state[1], state[2], partial[0], partial[1], partial[2] + 0.0, 1)
+
+
+@gluon.jit
+def merge_groups(partials, first, stop, row, ok, ROWS: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
+    """State of a block of rows over partials first..stop, which are a group each; 10 are in flight at a time."""
+    BLOCK: gl.constexpr = row.shape[0]
+    d = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
+    at = (row * D)[:, None] + d[None, :]
+    row_max = gl.full([BLOCK], NO_KEYS, gl.float32, gl.SliceLayout(1, LAYOUT))
+    row_sum = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, LAYOUT))
+    state = (row_max, row_sum, gl.zeros([BLOCK, D], gl.float32, LAYOUT))
+    while first < stop:
+        s0 = load_partial(partials, first + 0, row, ok & (first + 0 < stop), at, ROWS, D)
+        s1 = load_partial(partials, first + 1, row, ok & (first + 1 < stop), at, ROWS, D)
+        s2 = load_partial(partials, first + 2, row, ok & (first + 2 < stop), at, ROWS, D)
+        s3 = load_partial(partials, first + 3, row, ok & (first + 3 < stop), at, ROWS, D)
+        s4 = load_partial(partials, first + 4, row, ok & (first + 4 < stop), at, ROWS, D)
+        s5 = load_partial(partials, first + 5, row, ok & (first + 5 < stop), at, ROWS, D)
+        s6 = load_partial(partials, first + 6, row, ok & (first + 6 < stop), at, ROWS, D)
+        s7 = load_partial(partials, first + 7, row, ok & (first + 7 < stop), at, ROWS, D)
+        s8 = load_partial(partials, first + 8, row, ok & (first + 8 < stop), at, ROWS, D)
+        s9 = load_partial(partials, first + 9, row, ok & (first + 9 < stop), at, ROWS, D)
+        state = fold_group(state, s0)
+        state = fold_group(state, s1)
+        state = fold_group(state, s2)
+        state = fold_group(state, s3)
+        state = fold_group(state, s4)
+        state = fold_group(state, s5)
+        state = fold_group(state, s6)
+        state = fold_group(state, s7)
+        state = fold_group(state, s8)
+        state = fold_group(state, s9)
+        first += 10
+    return state
+
+
+@gluon.jit
 def merge_pair(
     partials,
     base,
@@ -179,6 +219,7 @@ def merge_pair(
     LEAVES_PER_GROUP: gl.constexpr,
     WANTS_LSE: gl.constexpr,
     HAS_SINKS: gl.constexpr,
+    BY_GROUP: gl.constexpr,
 ):
     """Merges all rows of a pair, BLOCK rows at a time, and writes the outputs; `tiles` are those from its origin on."""
     out_ptr, lse_ptr, sinks_ptr = outputs
@@ -192,9 +233,14 @@ def merge_pair(
     for block in range(0, rows, BLOCK):
         row = block + gl.arange(0, BLOCK, gl.SliceLayout(1, LAYOUT))
         ok = row < rows
-        row_max, row_sum, acc = merge_rows(
-            partials, pair, origin, tiles, row, ok, ROWS, D, PER_LEAF, LEAVES_PER_GROUP, LAYOUT
-        )
+        if BY_GROUP and splits < 0:
+            row_max, row_sum, acc = merge_groups(
+                partials, base + skipped // LEAVES_PER_GROUP, first_alone, row, ok, ROWS, D, LAYOUT
+            )
+        else:
+            row_max, row_sum, acc = merge_rows(
+                partials, pair, origin, tiles, row, ok, ROWS, D, PER_LEAF, LEAVES_PER_GROUP, LAYOUT
+            )
         q_head = head * GQA_GROUP + row % GQA_GROUP
         if HAS_SINKS:
             row_max, row_sum, acc = add_sink(row_max, row_sum, acc, sinks_ptr, q_head, ok & has_keys, 1)

@@ -13,9 +13,12 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def read_split(splits_ptr, split):
-    """((sequence, kv head, first leaf, leaves, length, splits of the pair, its first partial), number of splits)."""
+    """((sequence, kv head, first leaf, leaves, length, splits of the pair, its first partial), number of splits).
+
+    Splits of a pair that is cut at groups are below 0.
+    """
     at = splits_ptr + split * 8
-    seq, head, leaf, leaves = gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
+    seq, head, leaf, leaves = (gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3))
     return (seq, head, leaf, leaves, gl.load(at + 4), gl.load(at + 5), gl.load(at + 6)), gl.load(at + 7)
 
 
@@ -36,6 +39,24 @@ def split_of(leaf, splits, tiles, PER_LEAF: gl.constexpr):
     """
     tiles = gl.maximum(tiles, splits * PER_LEAF)
     return gl.minimum((splits * (PER_LEAF // 2) * (2 * leaf + 1) - 1) // tiles, splits - 1)
+
+
+@gluon.jit
+def others_of(
+    skipped, origin, splits, tiles, PER_LEAF: gl.constexpr, LEAVES_PER_GROUP: gl.constexpr, BY_GROUP: gl.constexpr
+):
+    """Returns how many of a pair's splits have leaves that are not skipped, less one: who arrives behind them merges.
+
+    With BY_GROUP splits may be below 0: cut at groups, from the sequence's beginning on, as many for each but the last.
+    """
+    PER_GROUP: gl.constexpr = PER_LEAF * LEAVES_PER_GROUP
+    if BY_GROUP and splits < 0:
+        room = PER_GROUP * (0 - splits)
+        groups = (gl.maximum(tiles - (PER_GROUP // 2 - 1), 1) + room - 1) // room
+        others = gl.maximum(0 - splits - 1 - skipped // (groups * LEAVES_PER_GROUP), 0)
+    else:
+        others = splits - 1 - split_of(skipped - origin, splits, tiles, PER_LEAF)
+    return others
 
 
 @gluon.jit
