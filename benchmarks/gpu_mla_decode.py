@@ -50,7 +50,7 @@ def decode_lengths(heads: int, name: str, lengths: list[int], *, by_load: bool) 
     pages, tables, counts = paged(lengths)
     seqlens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
     q = random_rows(len(lengths), heads, WIDTH)
-    plan = MlaDecodePlan(len(lengths), max(lengths), heads, by_load=by_load)
+    plan = MlaDecodePlan(len(lengths), max(counts) * PAGE, heads, by_load=by_load)
     plan.prepare(seqlens)
     out = torch.full((len(lengths), heads, LATENT), float("nan"), dtype=BF16, device="cuda")
 

@@ -71,7 +71,7 @@ class DecodePlan:
             raise KernelArgumentError(f"max_seqlen_k: must not be negative, got {max_seqlen_k}")
         if window < 0:
             raise KernelArgumentError(f"window: must not be negative, got {window}")
-        self.max_seqs, self.max_seqlen_k, self.max_q_tokens = (max_seqs, max_seqlen_k, max_q_tokens)
+        self.max_seqs, self.max_seqlen_k, self.max_q_tokens = max_seqs, max_seqlen_k, max_q_tokens
         self.window = window
         # The newest keys, those that any of max_q_tokens tokens can see; 0: all.
         newest = window + max_q_tokens - 1
@@ -100,7 +100,7 @@ class DecodePlan:
         # What hopper/places.py counts, and arrivals of each pair. All return to what they are here with every launch.
         counters = torch.zeros(4 + pairs, dtype=torch.int32, device=self.device)
         self.work, self.arrivals = counters[:4], counters[4:]
-        self.work[3] = -1
+        self.work[3:].fill_(-1)  # an assignment would wait for the device
 
     def _max_groups(self) -> int:
         """Returns how many groups a pair's planned keys may touch: the newest ones can begin within a group."""

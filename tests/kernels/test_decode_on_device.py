@@ -163,24 +163,24 @@ def test_cuts_change_no_bit(splits: int, window: int, monkeypatch: pytest.Monkey
         assert_same_bits(got, right)
 
 
+def fewest_splits(plan: DecodePlan) -> int:
+    """Returns the least of the pairs' numbers of splits, below 0 if one is cut at groups."""
+    splits = plan.splits.view(-1, plan_buffers.SPLIT_FIELDS)
+    return int(splits[: int(splits[0, 7]), 5].min())
+
+
 @pytest.mark.parametrize("window", [0, 2500])
 def test_cuts_at_groups_change_no_bit(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """About as many splits as groups."""
-    case = decoding([8193, 33_000, 8700, 4600], window=window)
-    wanted = run(case)
-    launch = splits_triton.launch
-
-    def cut(*args: object, **options: object) -> None:
-        """Plans with costs that make splits worth something, and leaves that are alone dear."""
-        dear = {"programs": 1000, "costs_at_once": (1.0, -360.0, 0.0, 0.0, 0.0, 1.0)}
-        launch(*args, **{**options, **dear})  # type: ignore[arg-type]
-
-    monkeypatch.setattr(splits_triton, "launch", cut)
-    monkeypatch.setattr(DecodePlan, "is_placed", lambda self, num_seqs: True)
+    """A long sequence among short ones, as an H200's plan cuts it, and as one does whose programs claim no places."""
+    case = decoding([1000] * 7 + [60_000] + [1000] * 8, window=window, q_heads=32, kv_heads=8)
     own = planned(case, 0)
-    assert int(own.splits.view(-1, 8)[:, 5].min()) == -16
-    for got, right in zip(run(case, plan=own), wanted, strict=True):
-        assert_same_bits(got, right)
+    assert fewest_splits(own) < 0
+    got = run(case, plan=own)
+    monkeypatch.setattr(DecodePlan, "is_placed", lambda self, num_seqs: False)
+    without = planned(case, 0)
+    assert fewest_splits(without) > 0
+    for mine, right in zip(got, run(case, plan=without), strict=True):
+        assert_same_bits(mine, right)
 
 
 # Around leaves and groups of keys, long enough that a shared plan cuts far from the window, and nothing.

@@ -67,7 +67,7 @@ def first_step(pair, origin, tiles, PER_LEAF: gl.constexpr):
     _, _, skipped, leaves, splits, share, _, _ = pair
     split = split_of(skipped - origin, splits, tiles, PER_LEAF)
     cut = (split + 1) * gl.maximum(tiles, share) + share // 2
-    return (skipped, split, split * 0, gl.where(split + 1 < splits, origin + cut // share, leaves), cut % share)
+    return skipped, split, split * 0, gl.where(split + 1 < splits, origin + cut // share, leaves), cut % share
 
 
 @gluon.jit

@@ -18,7 +18,7 @@ def read_split(splits_ptr, split):
     Splits of a pair that is cut at groups are below 0.
     """
     at = splits_ptr + split * 8
-    seq, head, leaf, leaves = (gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3))
+    seq, head, leaf, leaves = gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
     return (seq, head, leaf, leaves, gl.load(at + 4), gl.load(at + 5), gl.load(at + 6)), gl.load(at + 7)
 
 
