@@ -13,7 +13,6 @@ from kernels.compressed_attention import compressed_attention
 from kernels.compressed_attention.call import CompressedCall, EntryPages
 from kernels.compressed_attention.hopper import reason_against_case
 from kernels.errors import KernelArgumentError
-from kernels.hopper.gathered.few.programs import heads_of_both
 from kernels.key_rows import KeyRows
 from tests.device_waits import no_device_waits
 from tests.kernels.compare import assert_output, assert_same_bits
@@ -198,10 +197,9 @@ def test_which_kernels_a_launch_takes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "pieces", "room", "wanted"),
-    [(128, 1, 132, 8), (128, 2, 132, 16), (128, 3, 132, None), (128, 1, 96, 16), (16, 8, 132, 8), (17, 8, 132, 16)],
+    ("tokens", "heads", "keys", "wanted"),
+    [(1, 128, 640, 8), (2, 128, 640, 16), (3, 128, 640, None), (1, 128, 704, None), (8, 16, 640, 8), (9, 16, 64, 16)],
 )
-def test_programs_make_weights_where_all_of_them_run_at_once(
-    heads: int, pieces: int, room: int, wanted: int | None
-) -> None:
-    assert heads_of_both((8, 16), heads, pieces, room) == wanted
+def test_how_many_heads_a_program_weighs_and_attends(tokens: int, heads: int, keys: int, wanted: int | None) -> None:
+    launch = pytest.importorskip("kernels.compressed_attention.hopper.launch")
+    assert launch.heads_of_both(tokens, heads, keys, 132) == wanted

@@ -11,7 +11,6 @@ from kernels.compressed_attention.call import CompressedCall, most_keys
 from kernels.compressed_attention.hopper.kernel import attend_window_and_entries
 from kernels.compressed_attention.hopper.phases import BOTH, FOLD, SCORES, VALUES, WEIGHTS, attend_in_phases
 from kernels.device import num_multiprocessors
-from kernels.hopper.gathered.few.programs import PARTS, REGISTERS_OF_BOTH, heads_of_both
 from kernels.softmax import LOG2_E
 
 # Heads and keys of a tile, and tiles of keys on their way.
@@ -30,9 +29,10 @@ MOST_TILES = 16
 MOST_PARTS = 1024
 # Keys of a list up to which the programs that make values make weights too, and heads of these, more where programs
 # would be more than multiprocessors. With 8 and 16 heads, and in three launches, 128 heads and 512 entries take 11.0,
-# 11.9 and 12.6 us of an H200, two rows 13.3, 12.1 and 13.3; of 1,024 entries two launches take 14.9, three 13.6.
+# 11.9 and 12.6 us of an H200, two rows 13.3, 12.1 and 13.3; of 1,024 entries two launches took 14.8, three 13.5.
 MOST_SHORT = 640
 GROUPS_OF_BOTH = (8, 16)
+PARTS = 8  # of the columns
 # Heads of a program that walks a piece's tiles there. Of 8, 16 and 32 one decoding sequence takes 15.7, 14.4 and 14.5
 # us, four take 23.0, 17.5 and 17.1; with 1,024 entries 32 do not fit in shared memory.
 GROUP, LEAST_GROUP = 16, 8
@@ -82,9 +82,9 @@ def attend_rows(call: CompressedCall, out: torch.Tensor, *, splits: bool) -> Non
         )  # fmt: skip
         if splits:
             attend_in_phases[(rows,)](
-                q, *keys, call.sinks, out, *[acc] * 7, row_sum, row_max, call.rows.num_keys, 0.0, 0, pieces,
-                *strides, PHASE=FOLD.value, PIECE=PIECE, KEYS=1, GROUP=1, ARRIVALS=1, MANY=True, num_warps=1,
-                launch_pdl=True, **sizes,
+                q, *keys, call.sinks, out, *[acc] * 5, row_max, acc, row_sum, call.rows.num_keys, 0.0, 0, pieces,
+                *strides, PHASE=FOLD.value, PIECE=PIECE, KEYS=1, GROUP=1, ARRIVALS=1, num_warps=1, launch_pdl=True,
+                **sizes,
             )  # fmt: skip
 
 
@@ -93,9 +93,8 @@ def attend_few_rows(call: CompressedCall, out: torch.Tensor) -> None:
     q, piece = call.q, least_piece(call)
     tokens, heads, _ = q.shape
     key_tiles, pieces = triton.cdiv(most_keys(call), TILE), triton.cdiv(most_keys(call), piece)
-    tiles, both = triton.cdiv(heads, ROWS) * key_tiles, None
-    if piece * pieces <= MOST_SHORT:
-        both = heads_of_both(GROUPS_OF_BOTH, heads, tokens, num_multiprocessors(q.device))
+    tiles = triton.cdiv(heads, ROWS) * key_tiles
+    both = heads_of_both(tokens, heads, piece * pieces, num_multiprocessors(q.device))
     group = both or min(GROUP, max(triton.next_power_of_2(heads), LEAST_GROUP))
     parts, halves = triton.cdiv(heads, group) * PARTS, 2 if both else 1
 
@@ -103,24 +102,34 @@ def attend_few_rows(call: CompressedCall, out: torch.Tensor) -> None:
         return torch.empty((tokens, *shape), dtype=dtype, device=q.device)
 
     scores, peaks = buffer(tiles, ROWS, TILE), buffer(tiles, halves, ROWS)
-    weighed, shared = 0 if both else tiles, pieces if pieces > 1 else 0
-    weights = buffer(weighed, ROWS, TILE, dtype=q.dtype)
-    decays, sums, tops = (buffer(weighed, ROWS) for _ in range(3))
-    acc = buffer(parts, shared, TILE, group)
-    row_sum, row_max = (buffer(parts, shared, group) for _ in range(2))
+    weights = buffer(0 if both else tiles, ROWS, TILE, dtype=q.dtype)
+    decays, sums, row_max = (buffer(0 if both else tiles, ROWS) for _ in range(3))
+    shared = pieces if pieces > 1 else 0
+    acc, row_sum = buffer(parts, shared, TILE, group), buffer(parts, shared, group)
     arrivals = buffer(triton.next_power_of_2(parts), dtype=torch.int32)
     keys, strides, sizes = arguments(call)
-    phases = [(SCORES, (tiles * halves, tokens)), (WEIGHTS, (tiles, tokens)), (VALUES, (parts, tokens, pieces))]
+    phases = [
+        (SCORES, (tiles * halves, tokens), 4),
+        (WEIGHTS, (tiles, tokens), 4),
+        (VALUES, (parts, tokens, pieces), 4),
+    ]
     if both:
-        phases[1:] = [(BOTH, (parts, tokens, pieces))]
+        phases[1:] = [(BOTH, (parts, tokens), both // 2)]
     with torch.cuda.device_of(q):
-        for phase, grid in phases:
+        for phase, grid, warps in phases:
             attend_in_phases[grid](
-                q, *keys, call.sinks, out, scores, peaks, weights, decays, sums, tops, acc, row_sum, row_max, arrivals,
+                q, *keys, call.sinks, out, scores, peaks, weights, decays, sums, row_max, acc, row_sum, arrivals,
                 call.scale * LOG2_E, key_tiles, pieces, *strides, PHASE=phase.value, PIECE=piece, KEYS=TILE // halves,
-                GROUP=group, ARRIVALS=arrivals.shape[1], MANY=pieces > 1, num_warps=4, launch_pdl=True,
-                maxnreg=REGISTERS_OF_BOTH if phase is BOTH else None, **sizes,
+                GROUP=group, ARRIVALS=arrivals.shape[1], num_warps=warps, launch_pdl=True, **sizes,
             )  # fmt: skip
+
+
+def heads_of_both(tokens: int, heads: int, keys: int, multiprocessors: int) -> int | None:
+    """Returns how many heads a program has that makes weights and values; None where they are made apart."""
+    if keys > MOST_SHORT:
+        return None
+    some = (group for group in GROUPS_OF_BOTH if tokens * triton.cdiv(heads, group) * PARTS <= multiprocessors)
+    return next(some, None)
 
 
 def least_piece(call: CompressedCall) -> int:

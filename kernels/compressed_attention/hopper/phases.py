@@ -1,7 +1,7 @@
 """The launches of compressed_attention for Hopper around `kernel`: one kernel in five phases.
 
 SCORES, WEIGHTS, VALUES    where a launch has few rows, in this order (`kernels.hopper.gathered.few`)
-SCORES, BOTH               where programs are so few that each of them can make its weights
+SCORES, BOTH               where it has few rows with short lists
 FOLD                       behind `kernel`, where each piece of a list had a program of its own
 """
 
@@ -23,7 +23,7 @@ SCORES, WEIGHTS, VALUES, BOTH, FOLD = (gl.constexpr(phase) for phase in range(5)
 def work_in(
     q_ptr, keys, scratch, results, scale_log2, key_tiles, pieces,
     PHASE: gl.constexpr, PIECE: gl.constexpr, HEADS: gl.constexpr, KEYS: gl.constexpr, GROUP: gl.constexpr,
-    ARRIVALS: gl.constexpr, MANY: gl.constexpr,
+    ARRIVALS: gl.constexpr,
 ):  # fmt: skip
     if PHASE == SCORES:
         score_tile(
@@ -35,12 +35,12 @@ def work_in(
     elif PHASE == VALUES:
         attend_columns(
             keys, scratch, results, key_tiles, pieces, read_list, count_in, rows_in, addresses_of, PIECE, HEADS, GROUP,
-            ARRIVALS, MANY,
+            ARRIVALS,
         )  # fmt: skip
     elif PHASE == BOTH:
         weigh_and_attend(
-            keys, scratch, results, scale_log2, key_tiles, pieces, read_list, count_in, rows_in, addresses_of, PIECE,
-            HEADS, KEYS, GROUP, ARRIVALS, MANY,
+            keys, scratch, results, scale_log2, key_tiles, read_list, count_in, rows_in, addresses_of, PIECE, HEADS,
+            KEYS, GROUP,
         )  # fmt: skip
     else:
         fold_pieces(keys, results, pieces, count_of, PIECE, HEADS)
@@ -53,11 +53,11 @@ def work_in(
 )
 def attend_in_phases(
     q_ptr, pages_ptr, entry_pages_ptr, tables_ptr, entry_tables_ptr, sequences_ptr, num_keys_ptr, chosen_ptr, sinks_ptr,
-    out_ptr, scores_ptr, peaks_ptr, weights_ptr, decays_ptr, sums_ptr, tops_ptr, acc_ptr, row_sum_ptr, row_max_ptr,
-    arrivals_ptr, scale_log2, key_tiles, pieces, page_rows, entry_page_rows, stride_tables_seq, stride_entry_tables_seq,
+    out_ptr, scores_ptr, peaks_ptr, weights_ptr, decays_ptr, sums_ptr, row_max_ptr, acc_ptr, row_sum_ptr, arrivals_ptr,
+    scale_log2, key_tiles, pieces, page_rows, entry_page_rows, stride_tables_seq, stride_entry_tables_seq,
     PHASE: gl.constexpr, PIECE: gl.constexpr, WINDOW: gl.constexpr, RATIO: gl.constexpr, K: gl.constexpr,
     HEADS: gl.constexpr, PAGE: gl.constexpr, OF_PAGE: gl.constexpr, KEYS: gl.constexpr, GROUP: gl.constexpr,
-    ARRIVALS: gl.constexpr, MANY: gl.constexpr,
+    ARRIVALS: gl.constexpr,
 ):  # fmt: skip
     work_in(
         q_ptr,
@@ -70,9 +70,8 @@ def attend_in_phases(
             ),
         ),
         (
-            scores_ptr, peaks_ptr, weights_ptr, decays_ptr, sums_ptr, tops_ptr, acc_ptr, row_sum_ptr, row_max_ptr,
-            arrivals_ptr,
+            scores_ptr, peaks_ptr, weights_ptr, decays_ptr, sums_ptr, row_max_ptr, acc_ptr, row_sum_ptr, arrivals_ptr
         ),
         (out_ptr, sinks_ptr, acc_ptr, row_max_ptr, row_sum_ptr), scale_log2, key_tiles, pieces, PHASE, PIECE, HEADS,
-        KEYS, GROUP, ARRIVALS, MANY,
+        KEYS, GROUP, ARRIVALS,
     )  # fmt: skip

@@ -1,21 +1,19 @@
-"""The launches of sparse_latent_attention for Hopper around `kernel`: one kernel in five phases.
+"""The launches of sparse_latent_attention for Hopper around `kernel`: one kernel in four phases.
 
 SCORES, WEIGHTS, VALUES    where a launch has few rows, in this order (`kernels.hopper.gathered.few`)
-SCORES, BOTH               where programs are so few that each of them can make its weights
 FOLD                       behind `kernel`, where each piece of a choice had a program of its own
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernels.hopper.gathered.few.both import weigh_and_attend
 from kernels.hopper.gathered.few.scores import score_tile
 from kernels.hopper.gathered.few.values import attend_columns
 from kernels.hopper.gathered.few.weights import weigh_tile
 from kernels.hopper.gathered.fold import fold_pieces
 from kernels.sparse_latent_attention.hopper.kernel import addresses_of, count_of
 
-SCORES, WEIGHTS, VALUES, BOTH, FOLD = (gl.constexpr(phase) for phase in range(5))
+SCORES, WEIGHTS, VALUES, FOLD = (gl.constexpr(phase) for phase in range(4))
 
 
 @gluon.jit
@@ -54,8 +52,7 @@ def rows_in(keys, read, first, stop, row):
 @gluon.jit(do_not_specialize=["stride_tables_seq"], do_not_specialize_on_alignment=["sequences_ptr", "num_keys_ptr"])
 def attend_in_phases(
     q_ptr, pages_ptr, tables_ptr, sequences_ptr, num_keys_ptr, chosen_ptr, out_ptr, scores_ptr, peaks_ptr, weights_ptr,
-    decays_ptr, sums_ptr, tops_ptr, acc_ptr, row_sum_ptr, row_max_ptr, arrivals_ptr, scale_log2, page_rows,
-    stride_tables_seq,
+    decays_ptr, sums_ptr, tops_ptr, acc_ptr, row_sum_ptr, arrivals_ptr, scale_log2, page_rows, stride_tables_seq,
     PHASE: gl.constexpr, PIECE: gl.constexpr, K: gl.constexpr, HEADS: gl.constexpr, PAGE: gl.constexpr,
     GROUP: gl.constexpr, ARRIVALS: gl.constexpr,
 ):  # fmt: skip
@@ -65,8 +62,7 @@ def attend_in_phases(
         pages_ptr, tables_ptr, sequences_ptr, num_keys_ptr, chosen_ptr, page_rows, stride_tables_seq, K, PAGE,
     )  # fmt: skip
     scratch = (
-        scores_ptr, peaks_ptr, weights_ptr, decays_ptr, sums_ptr, tops_ptr, acc_ptr, row_sum_ptr, row_max_ptr,
-        arrivals_ptr,
+        scores_ptr, peaks_ptr, weights_ptr, decays_ptr, sums_ptr, tops_ptr, acc_ptr, row_sum_ptr, arrivals_ptr,
     )  # fmt: skip
     if PHASE == SCORES:
         score_tile(
@@ -78,12 +74,7 @@ def attend_in_phases(
     elif PHASE == VALUES:
         attend_columns(
             keys, scratch, (out_ptr, None), KEY_TILES, PIECES, read_list, count_in, rows_in, addresses_of, PIECE, HEADS,
-            GROUP, ARRIVALS, PIECES > 1,
-        )  # fmt: skip
-    elif PHASE == BOTH:
-        weigh_and_attend(
-            keys, scratch, (out_ptr, None), scale_log2, KEY_TILES, PIECES, read_list, count_in, rows_in, addresses_of,
-            PIECE, HEADS, 64, GROUP, ARRIVALS, PIECES > 1,
+            GROUP, ARRIVALS,
         )  # fmt: skip
     else:
-        fold_pieces(keys, (out_ptr, None, acc_ptr, row_max_ptr, row_sum_ptr), PIECES, count_of, PIECE, HEADS)
+        fold_pieces(keys, (out_ptr, None, acc_ptr, tops_ptr, row_sum_ptr), PIECES, count_of, PIECE, HEADS)

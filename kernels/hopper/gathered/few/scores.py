@@ -28,7 +28,7 @@ def score_tile(
     # In this order: the next launches read what the rows are before they wait.
     wait_for_last_launch()
     allow_next_launch()
-    scores_ptr, peaks_ptr, _, _, _, _, _, _, _, arrivals_ptr = scratch
+    scores_ptr, peaks_ptr, _, _, _, _, _, _, arrivals_ptr = scratch
     WIDTH: gl.constexpr = 512 + ROPE
     EACH: gl.constexpr = 64 // KEYS
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)

@@ -15,7 +15,7 @@ def weigh_tile(
     """Writes weights [64, 64] and for each head their sum, the largest score so far, scaled, and the factor that what
     earlier tiles of the piece have added up gets."""
     allow_next_launch()
-    scores_ptr, peaks_ptr, weights_ptr, decays_ptr, sums_ptr, tops_ptr, _, _, _, _ = scratch
+    scores_ptr, peaks_ptr, weights_ptr, decays_ptr, sums_ptr, tops_ptr, _, _, _ = scratch
     # A power of two, at least a piece's tiles.
     BLOCK: gl.constexpr = 1 << (PIECE // 64 - 1).bit_length()
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
