@@ -16,7 +16,7 @@ from benchmarks.eval_report import ROOT, inserted, table_lines
 from benchmarks.gpu_targets import target
 
 RESULTS = ROOT / "benchmarks/results"
-# The later a file, the newer: what an earlier one has of the same op is left out.
+# The later a file, the newer: what an earlier one has of the same op and case is left out.
 FILES = ("gpu-h200.json", "gpu-h200-decode.json", "gpu-h200-attention.json")
 DOCUMENT = ROOT / "docs/kernels.md"
 BEGIN, END = "<!-- kernel figures -->\n", "<!-- end of kernel figures -->\n"
@@ -27,13 +27,13 @@ Report = Mapping[str, Any]
 
 
 def read_reports(folder: Path = RESULTS) -> list[Report]:
-    """Returns the runs, the newest first, each with the ops that no newer one has."""
+    """Returns the runs, the newest first, each with the rows that no newer one has."""
     reports: list[Report] = []
-    newer: set[str] = set()
+    newer: set[tuple[str, str]] = set()
     for name in reversed(FILES):
         report = json.loads((folder / name).read_text())
-        rows = [row for row in report["rows"] if row["op"] not in newer]
-        newer |= {row["op"] for row in rows}
+        rows = [row for row in report["rows"] if (row["op"], row["case"]) not in newer]
+        newer |= {(row["op"], row["case"]) for row in rows}
         reports.append({**report, "name": name, "rows": rows})
     return reports
 

@@ -38,7 +38,7 @@ def test_the_document_has_the_committed_runs() -> None:
     assert inserted(text, block(read_reports()), BEGIN, END) == text
 
 
-def test_a_newer_run_replaces_an_op(folder: Path) -> None:
+def test_a_newer_run_replaces_a_case(folder: Path) -> None:
     made = block(read_reports(folder))
     assert "| `decode_attention` | B1 | 110 GB/s | 12.3 |" in made
     assert "100 GB/s" not in made
