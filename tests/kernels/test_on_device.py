@@ -37,41 +37,42 @@ from tests.kernels.inputs import CaseShape, PagedCase, make_case
 from tests.kernels.sampling_inputs import sampled_case
 from tests.kernels.state_inputs import MIXED, SCANNED, begins, keys, make_pool, make_slots, placed
 
-pytestmark = pytest.mark.gpu
+LENGTHS = [(40, 9), (0, 20)]
 
 
 @pytest.fixture
 def case() -> PagedCase:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    return make_case([(40, 9), (0, 20)], CaseShape(device="cuda"))
+    return make_case(LENGTHS, CaseShape(device="cuda"))
 
 
 def calls(case: PagedCase) -> list[Callable[[], object]]:
-    """Every op once; each returns what it made or wrote."""
+    """Every op once, on the case's device; each returns what it made or wrote."""
+    device = case.q.device.type
     pages = (case.k_pages, case.v_pages)
     total = case.total_tokens
     k, v = gather_pages(*pages, case.block_tables, case.cu_seqlens_k, total)
-    slots = torch.arange(total, device="cuda")
+    slots = torch.arange(total, device=device)
     own = (torch.zeros_like(case.k_pages), torch.zeros_like(case.v_pages))
-    ids = torch.tensor([2, 1], device="cuda")
-    packed = torch.empty(2, page_row_bytes(case.k_pages), dtype=torch.uint8, device="cuda")
+    ids = torch.tensor([2, 1], device=device)
+    packed = torch.empty(2, page_row_bytes(case.k_pages), dtype=torch.uint8, device=device)
     lengths = case.seqlens_k
-    sinks = torch.zeros(4, device="cuda")
-    lse = torch.zeros(4, case.q.shape[0], device="cuda")
+    sinks = torch.zeros(4, device=device)
+    lse = torch.zeros(4, case.q.shape[0], device=device)
     args = (*pages, case.block_tables)
     codes = (own[0].to(E4M3), own[1].to(E4M3))
     sizes = (case.k_pages.shape[0], k.shape[1], case.page_tokens)
-    scales = {name: torch.ones(sizes, device="cuda") for name in ("k_scales", "v_scales")}
+    scales = {name: torch.ones(sizes, device=device) for name in ("k_scales", "v_scales")}
     where = (case.block_tables, case.cu_seqlens_k)
     sums = (case.cu_seqlens_q, case.cu_seqlens_k)
     rows = case.q.flatten(1)
     latent_pages = case.k_pages.flatten(2)
-    angles = torch.zeros(total, 2, 32, device="cuda")
+    angles = torch.zeros(total, 2, 32, device=device)
     latents = k.flatten(1)
     latent_places = (slots, angles, own[0].flatten(2), slots)
     norm = {"norm": latents[0, 64:].clone(), "eps": 1e-6}
-    sampled = sampled_case(6, 9000, device="cuda")
+    sampled = sampled_case(6, 9000, device=device)
     best = sampled.logits.argmax(dim=-1).int()
     return [
         lambda: sample_tokens(*sampled),
@@ -86,7 +87,7 @@ def calls(case: PagedCase) -> list[Callable[[], object]]:
         lambda: delta_gates(rows, rows[:, :4], rows[0].float(), rows[1, :4].float())[0],
         lambda: softcap_logits(rows, 30.0),
         lambda: expert_layer(rows),
-        *state_calls(),
+        *state_calls(device),
         lambda: rotate_append_latent(latents.clone()[:, None], latents, *latent_places, **norm) or own[0],
         lambda: (
             rotate_append_latent(latents.clone()[:, None], latents, slots, None, *latent_places[2:], **norm) or own[0]
@@ -105,28 +106,28 @@ def calls(case: PagedCase) -> list[Callable[[], object]]:
     ]
 
 
-def state_calls() -> list[Callable[[], object]]:
+def state_calls(device: str) -> list[Callable[[], object]]:
     """The ops on recurrent states; each call begins with the same pool."""
     slots, count = make_slots(MIXED)
-    pool, cu = make_pool(slots, MIXED, count, (3, 512), torch.bfloat16).cuda(), begins(MIXED).cuda()
-    x, on_device = torch.randn(int(cu[-1]), 512, device="cuda", dtype=pool.dtype), placed(slots, "cuda")
-    ones = torch.ones(1, device="cuda", dtype=torch.int32)
+    pool, cu = make_pool(slots, MIXED, count, (3, 512), torch.bfloat16).to(device), begins(MIXED).to(device)
+    x, on_device = torch.randn(int(cu[-1]), 512, device=device, dtype=pool.dtype), placed(slots, device)
+    ones = torch.ones(1, device=device, dtype=torch.int32)
     return [
         lambda: causal_conv(x, x[:4].T.contiguous(), None, cu, pool.clone(), on_device),
         lambda: copy_states(own := pool.clone(), ones, 2 * ones) or own,
-        *recurrent_calls(),
+        *recurrent_calls(device),
     ]
 
 
-def recurrent_calls() -> list[Callable[[], object]]:
+def recurrent_calls(device: str) -> list[Callable[[], object]]:
     """Both recurrences, as scans over rows of every kind and as updates of the same rows."""
     rows, first = [row for _, row in SCANNED], [position for position, _ in SCANNED]
     slots, count = make_slots(rows)
-    pool = make_pool(slots, rows, count, (4, 32, 32), torch.float32).cuda()
-    cu_q, cu_k, on_device = begins(rows).cuda(), keys(first, rows).cuda(), placed(slots, "cuda")
+    pool = make_pool(slots, rows, count, (4, 32, 32), torch.float32).to(device)
+    cu_q, cu_k, on_device = begins(rows).to(device), keys(first, rows).to(device), placed(slots, device)
     tokens = int(cu_q[-1])
-    few, many = (torch.randn(tokens, heads, 32, device="cuda", dtype=torch.bfloat16) for heads in (2, 4))
-    gates = torch.rand(tokens, 4, device="cuda")
+    few, many = (torch.randn(tokens, heads, 32, device=device, dtype=torch.bfloat16) for heads in (2, 4))
+    gates = torch.rand(tokens, 4, device=device)
     steps = Mamba2Steps(gates, None, -gates[0])
     none = StateSlots(*on_device[:4], *(array[:0] for array in on_device[4:]))
     delta = (few, few, many, -gates, gates)
@@ -148,7 +149,9 @@ def recurrent_calls() -> list[Callable[[], object]]:
 def expert_layer(rows: torch.Tensor) -> torch.Tensor:
     """All ops of an expert layer; its weights are of one number, but each expert's of another."""
     width = rows.shape[1]
-    weight = torch.arange(1, 9, device="cuda", dtype=rows.dtype).view(8, 1, 1).expand(8, width, width).contiguous() / 64
+    weight = (
+        torch.arange(1, 9, device=rows.device, dtype=rows.dtype).view(8, 1, 1).expand(8, width, width).contiguous() / 64
+    )
     routing = route_experts(rows[:, :8].float(), RoutingRule(2, renormalise=True))
     plan = plan_experts(routing.expert_ids, 8)
     inner = clamped_swiglu(grouped_linear(rows, weight, plan), limit=7.0, alpha=1.702)
@@ -156,6 +159,7 @@ def expert_layer(rows: torch.Tensor) -> torch.Tensor:
     return combine_experts(grouped_linear(inner, weight, plan), routing.weights)
 
 
+@pytest.mark.gpu
 def test_no_op_waits_for_the_device(case: PagedCase) -> None:
     """Any copy to the host, and any other wait, raises in this mode."""
     runs = calls(case)
@@ -166,6 +170,7 @@ def test_no_op_waits_for_the_device(case: PagedCase) -> None:
             run()
 
 
+@pytest.mark.gpu
 def test_every_op_replays_from_a_graph(case: PagedCase) -> None:
     for run in calls(case):
         wanted = run()
@@ -179,3 +184,9 @@ def test_every_op_replays_from_a_graph(case: PagedCase) -> None:
         graph.replay()
         torch.cuda.synchronize()
         assert_same_bits(got, wanted)
+
+
+def test_every_call_is_one_that_its_op_takes() -> None:
+    """On a CPU, so that a call which an op has come to refuse is found without a GPU."""
+    for run in calls(make_case(LENGTHS, CaseShape(device="cpu"))):
+        assert isinstance(run(), torch.Tensor)
