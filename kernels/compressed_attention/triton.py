@@ -330,7 +330,7 @@ def constants(call: CompressedCall) -> dict[str, int]:
 
 
 def num_programs(device: torch.device, rows: int) -> int:
-    """Returns how many programs of so many heads a device runs at a time."""
+    """Returns how many programs with this number of heads each a device runs at a time."""
     if device.type != "cuda":
         return INTERPRETED_PROGRAMS
     multiprocessors = int(torch.cuda.get_device_properties(device).multi_processor_count)

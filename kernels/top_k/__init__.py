@@ -28,8 +28,8 @@ def top_k(
 ) -> torch.Tensor:
     """Returns int32 [num_rows, k]: positions, then -1 where a row has fewer.
 
-    logits fp32 [num_rows, max_keys]; num_keys int32 [num_rows]: a row's first so many are looked at. A row of at most k
-    has all of them chosen, and its logits are not read. A NaN ranks as minus infinity, -0 as 0.
+    logits fp32 [num_rows, max_keys]; num_keys int32 [num_rows]: how many of a row's first logits count. A row of at
+    most k has all of them chosen, and its logits are not read. A NaN ranks as minus infinity, -0 as 0.
     """
     check_tensor("logits", logits, (None, None), (torch.float32,), logits.device)
     check_rows("logits", logits)

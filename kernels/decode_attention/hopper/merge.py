@@ -157,13 +157,13 @@ def merge_rows(
 
 @gluon.jit
 def fold_group(state, partial):
-    """The state with a group that is one partial. Its -0 becomes 0, as in a fold with nothing."""
+    """Returns the state with a group that is one partial. Its -0 becomes 0, as in a fold with nothing."""
     return fold(state[0], state[1], state[2], partial[0], partial[1], partial[2] + 0.0, 1)
 
 
 @gluon.jit
 def merge_groups(partials, first, stop, row, ok, ROWS: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
-    """State of a block of rows over partials first..stop, which are a group each; 10 are in flight at a time."""
+    """Returns the state of a block of rows over partials first..stop, each a whole group; 10 are loaded at a time."""
     BLOCK: gl.constexpr = row.shape[0]
     d = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
     at = (row * D)[:, None] + d[None, :]

@@ -13,8 +13,9 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def read_split(splits_ptr, split):
-    """((sequence, kv head, first leaf, leaves, length, splits of the pair, its first partial), number of splits).
+    """Returns a split and the number of splits.
 
+    A split is (sequence, kv head, first leaf, leaves, length, splits of the pair, its first partial).
     Splits of a pair that is cut at groups are below 0.
     """
     at = splits_ptr + split * 8
@@ -45,7 +46,7 @@ def split_of(leaf, splits, tiles, PER_LEAF: gl.constexpr):
 def others_of(
     skipped, origin, splits, tiles, PER_LEAF: gl.constexpr, LEAVES_PER_GROUP: gl.constexpr, BY_GROUP: gl.constexpr
 ):
-    """Returns how many of a pair's splits have leaves that are not skipped, less one: who arrives behind them merges.
+    """Returns how many of a pair's splits have leaves that are not skipped, less one: the last to arrive merges.
 
     With BY_GROUP splits may be below 0: cut at groups, from the sequence's beginning on, as many for each but the last.
     """

@@ -7,12 +7,12 @@ from kernels.backend import is_hopper
 __all__ = ["MOST_TOKENS", "reason_against", "reason_against_case"]
 
 # Of 128 heads 16 tokens take 10.9 us into the latents' space and 11.4 out of it, in Triton 12.1 and 11.7; 64 tokens
-# take 13.2 and 15.4, in Triton 14.1 and 13.4 (H200). Overlap with other launches is what is gained most: a sparse layer
-# of one sequence takes 48.6 us, in Triton 57.3.
+# take 13.2 and 15.4, in Triton 14.1 and 13.4 (H200). Most is gained by overlap with other launches: a sparse layer of
+# one sequence takes 48.6 us, in Triton 57.3.
 MOST_TOKENS = 16
 # Depth and columns of the matrices whose products were compared with the plain kernel's on an H200, bit by bit.
 SHAPES = ((128, 512), (512, 128))
-# Triton tells a kernel of strides no more than that they are multiples of so many elements.
+# Of a stride Triton tells a kernel only whether this number of elements divides it.
 ALIGNED_ELEMENTS, ALIGNED_BYTES = 16, 16
 
 
@@ -24,7 +24,7 @@ def reason_against(x: torch.Tensor, weight: torch.Tensor) -> str | None:
 
 
 def reason_against_case(x: torch.Tensor, weight: torch.Tensor) -> str | None:
-    """The same, whatever the device."""
+    """Returns the same for a case on any device."""
     depth, num_outputs = weight.shape[1:]
     if x.dtype is not torch.bfloat16:
         return f"{x.dtype} rows"

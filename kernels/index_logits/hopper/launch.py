@@ -35,9 +35,9 @@ TILES = {2: TileShape(4, 1, 64, 2, 6), 1: TileShape(3, 2, 64, 2, 12)}
 # and 32 rows take 70, 74 and 85 us for 2,048 rows of as many keys in bf16, 277, 268 and 263 behind 4,096 keys, 3.55,
 # 3.41 and 3.34 ms behind 63,488; over fp8 keys 54, 61 and 59 us, 209, 205 and 203, 2.37, 2.25 and 2.19 ms.
 FEW_LOGITS, FEW_LOGITS_ROWS, TILE_ROWS = 12 << 20, 8, 32
-# Other launches of up to so many logits have a program for each block of keys of a row. Microseconds on an H200 with
-# blocks and with spans, rows of 65,536 keys, bf16 and fp8: 1 row 11.1, 12.6 and 8.3, 10.9; 4 rows 27.3, 29.1 and 17.7,
-# 22.0; 16 rows 77.5, 79.6 and 48.9, 53.2.
+# Other launches with at most this number of logits have a program for each block of keys of a row. Microseconds on an
+# H200 with blocks and with spans, rows of 65,536 keys, bf16 and fp8: 1 row 11.1, 12.6 and 8.3, 10.9; 4 rows 27.3, 29.1
+# and 17.7, 22.0; 16 rows 77.5, 79.6 and 48.9, 53.2.
 MOST_BLOCK_LOGITS = 1 << 20
 # Of what these were compared with the other kernels on an H200: heads, tokens of a page.
 BLOCK_CASE = (64, 64)

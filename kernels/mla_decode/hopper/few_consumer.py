@@ -7,17 +7,16 @@ are computed in vain, and the sums of a leaf and of a group of leaves both stay 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from kernels.hopper.barriers import thread_barrier
 from kernels.hopper.registers import opaque
 from kernels.hopper.work_queue import take
-from kernels.mla_decode.hopper.leaves import clear_tail, fold
-from kernels.softmax.triton import LN_2, MASKED, NO_KEYS
+from kernels.mla_decode.hopper.few_tile import add_tile
+from kernels.mla_decode.hopper.leaves import fold
+from kernels.softmax.triton import LN_2, NO_KEYS
 
 
 @gluon.jit
@@ -107,26 +106,10 @@ def attend_few(
                     scores = scores_of(
                         q, (left, right, rope), s, (step // STAGES) & 1, (left_full, right_full), TILE, L
                     )
-                    if at + TILE > length:
-                        scores = gl.where((at + key < length)[:, None], scores, MASKED)
-                    new_max = gl.maximum(row_max, gl.max(scores, 0) * scale_log2)
-                    weights = gl.exp2(scores * scale_log2 - new_max[None, :])
-                    decay = gl.exp2(row_max - new_max)[None, :]
-                    row_max = new_max
-                    # All have read the last tile's weights: their maximum went through a barrier.
-                    handed.store(weights.to(gl.bfloat16))
-                    fence_async_shared()
-                    if at + TILE > length:
-                        clear_tail(left.index(s), length - at, TILE)
-                        clear_tail(right.index(s), length - at, TILE)
-                    thread_barrier()
-                    low = warpgroup_mma(left.index(s).permute((1, 0)), handed, low * decay, is_async=True)
-                    high = warpgroup_mma(right.index(s).permute((1, 0)), handed, high * decay, is_async=True)
-                    partial_sums = gl.fma(partial_sums, decay + gl.zeros_like(partial_sums), weights)
-                    low = warpgroup_mma_wait(1, deps=[low])
-                    mbarrier.arrive(left_empty.index(s), count=1)
-                    high = warpgroup_mma_wait(0, deps=[high])
-                    mbarrier.arrive(right_empty.index(s), count=1)
+                    row_max, partial_sums, low, high = add_tile(
+                        scores, (row_max, partial_sums, low, high), at, length, (left, right),
+                        (left_empty, right_empty), s, handed, key, scale_log2, TILE,
+                    )  # fmt: skip
                     step += 1
                 new_max = gl.maximum(group_max, row_max)
                 keep = gl.exp2(group_max - new_max)

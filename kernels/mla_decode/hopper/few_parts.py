@@ -7,7 +7,7 @@ from kernels.hopper.registers import opaque
 
 
 def _places(rows: int) -> gl.DistributedLinearLayout:
-    """Rows and places of a part, of 256 columns: a thread stores 16 bytes of a row, see parts.py."""
+    """Returns the layout of a part's rows and places, 256 columns; a thread stores 16 bytes of a row, see parts.py."""
     wide = [[1 << bit, 0] for bit in range(3, rows.bit_length() - 1)]
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 4], [1, 0], *wide],

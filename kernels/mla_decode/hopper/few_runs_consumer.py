@@ -7,20 +7,18 @@ are computed in vain.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from kernels.hopper.barriers import thread_barrier
 from kernels.hopper.registers import opaque
 from kernels.hopper.work_queue import take
 from kernels.mla_decode.hopper.few_parts import store_heads
+from kernels.mla_decode.hopper.few_tile import add_tile
 from kernels.mla_decode.hopper.fold_together import fold_together
-from kernels.mla_decode.hopper.leaves import clear_tail
 from kernels.mla_decode.hopper.parts import level, share
-from kernels.softmax.triton import LN_2, MASKED, NO_KEYS
+from kernels.softmax.triton import LN_2, NO_KEYS
 
 
 @gluon.jit
@@ -80,26 +78,10 @@ def attend_few_run(
             full = (left_full, right_full, rope_full)
             scores = scores_of(q, (left, right, rope), full, s, (step // STAGES) & 1, TILE, ROWS, L)
             mbarrier.arrive(rope_empty.index(s), count=1)
-            if first + TILE > length:
-                scores = gl.where((first + key < length)[:, None], scores, MASKED)
-            new_max = gl.maximum(row_max, gl.max(scores, 0) * scale_log2)
-            weights = gl.exp2(scores * scale_log2 - new_max[None, :])
-            decay = gl.exp2(row_max - new_max)[None, :]
-            row_max = new_max
-            # All have read the last tile's weights: their maximum went through a barrier.
-            handed.store(weights.to(gl.bfloat16))
-            fence_async_shared()
-            if first + TILE > length:
-                clear_tail(left.index(s), length - first, TILE)
-                clear_tail(right.index(s), length - first, TILE)
-            thread_barrier()
-            low = warpgroup_mma(left.index(s).permute((1, 0)), handed, low * decay, is_async=True)
-            high = warpgroup_mma(right.index(s).permute((1, 0)), handed, high * decay, is_async=True)
-            sums = gl.fma(sums, decay + gl.zeros_like(sums), weights)
-            low = warpgroup_mma_wait(1, deps=[low])
-            mbarrier.arrive(left_empty.index(s), count=1)
-            high = warpgroup_mma_wait(0, deps=[high])
-            mbarrier.arrive(right_empty.index(s), count=1)
+            row_max, sums, low, high = add_tile(
+                scores, (row_max, sums, low, high), first, length, (left, right), (left_empty, right_empty), s, handed,
+                key, scale_log2, TILE,
+            )  # fmt: skip
             step += 1
         mbarrier.arrive(q_empty, count=1)
         total = gl.sum(sums, 0)

@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from kernels.mla_decode.hopper.few_runs_consumer import attend_few_run
+from kernels.mla_decode.hopper.runs_barriers import init_latent_barriers, latent_barriers
 from kernels.mla_decode.hopper.runs_stream import stream_runs
 
 
@@ -57,12 +58,7 @@ def attend_few_runs(
     handed = gl.allocate_shared_memory(gl.bfloat16, [TILE, ROWS], HANDED)
     q_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
     q_empty = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    left_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    left_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    rope_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    rope_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    right_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    right_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    halves, rope_bars = latent_barriers(STAGES)
     queue = gl.allocate_shared_memory(gl.int32, [16, 1], VECTOR)
     queue_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     queue_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
@@ -72,20 +68,14 @@ def attend_few_runs(
     work = (queue, queue_full, queue_empty)
     mbarrier.init(q_full, count=1)
     mbarrier.init(q_empty, count=1)
-    for s in gl.static_range(STAGES):
-        mbarrier.init(left_full.index(s), count=1)
-        mbarrier.init(rope_full.index(s), count=1)
-        mbarrier.init(rope_empty.index(s), count=1)
-        mbarrier.init(left_empty.index(s), count=1)
-        mbarrier.init(right_full.index(s), count=1)
-        mbarrier.init(right_empty.index(s), count=1)
+    init_latent_barriers(halves, rope_bars, STAGES)
     plan = (items_ptr, firsts_ptr, tables_ptr)
     results = (out_ptr, lse_ptr, parts_ptr, levels_ptr)
     together = (arrivals_ptr, counts_ptr, shared_ptr)
     shared = ((q_left, q_right, q_rope, left, right, rope), handed)
     bars = (
-        (q_full, q_empty, left_full, left_empty, right_full, right_empty),
-        (rope_full, rope_empty),
+        (q_full, q_empty, halves[0], halves[1], halves[2], halves[3]),
+        rope_bars,
     )
     # fmt: off
     gl.warp_specialize(

@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from kernels.mla_decode.hopper.even_consumer import attend_even
 from kernels.mla_decode.hopper.odd_consumer import attend_odd
+from kernels.mla_decode.hopper.runs_barriers import init_latent_barriers, latent_barriers
 from kernels.mla_decode.hopper.runs_stream import stream_runs
 
 
@@ -63,12 +64,7 @@ def attend_runs(
     ends = gl.allocate_shared_memory(gl.float32, [2, 64], VECTOR)
     q_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
     q_empty = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    left_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    left_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    rope_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    rope_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    right_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    right_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    halves, rope_bars = latent_barriers(STAGES)
     even_done = gl.allocate_shared_memory(gl.int64, [1], BAR)
     odd_done = gl.allocate_shared_memory(gl.int64, [1], BAR)
     end_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
@@ -86,20 +82,14 @@ def attend_runs(
     mbarrier.init(odd_done, count=1)
     mbarrier.init(end_full, count=1)
     mbarrier.init(end_empty, count=1)
-    for s in gl.static_range(STAGES):
-        mbarrier.init(left_full.index(s), count=1)
-        mbarrier.init(rope_full.index(s), count=1)
-        mbarrier.init(rope_empty.index(s), count=1)
-        mbarrier.init(left_empty.index(s), count=1)
-        mbarrier.init(right_full.index(s), count=1)
-        mbarrier.init(right_empty.index(s), count=1)
+    init_latent_barriers(halves, rope_bars, STAGES)
     plan = (items_ptr, firsts_ptr, tables_ptr)
     results = (out_ptr, lse_ptr, parts_ptr, levels_ptr)
     together = (arrivals_ptr, counts_ptr, shared_ptr)
     shared = ((q_left, q_right, q_rope, left, right, rope), (handed, stats, ends))
     bars = (
-        (q_full, q_empty, left_full, left_empty, right_full, right_empty),
-        (rope_full, rope_empty),
+        (q_full, q_empty, halves[0], halves[1], halves[2], halves[3]),
+        rope_bars,
         (even_done, odd_done, end_full, end_empty),
     )
     # fmt: off

@@ -14,7 +14,7 @@ VALUES_READ = gl.constexpr(10)
 
 @gluon.jit
 def _place(item, order_ptr, tiles, section):
-    """(sequence, tile, head) of an item: section by section, in it tile by tile, in it head by head."""
+    """Returns (sequence, tile, head) of an item: section by section, in it tile by tile, in it head by head."""
     per_section = tiles * section
     rest = item % per_section
     seq = gl.load(order_ptr + rest // section * 2)
@@ -24,7 +24,7 @@ def _place(item, order_ptr, tiles, section):
 
 @gluon.jit
 def _extent(seq, tile, cu_q_ptr, cu_k_ptr, offsets_ptr, BLOCK: gl.constexpr, MODE: gl.constexpr):
-    """(first query, queries, first key, keys, position of query 0 among the keys, key tiles) of a tile of queries."""
+    """Returns a query tile's (first query, queries, first key, keys, position of query 0 among the keys, key tiles)."""
     q_start = gl.load(cu_q_ptr + seq)
     q_len = gl.load(cu_q_ptr + seq + 1) - q_start
     k_start = gl.load(cu_k_ptr + seq)
