@@ -124,7 +124,7 @@ def test_while_a_request_waits_for_pages_nobody_takes_more_ahead_than_ever() -> 
 @pytest.mark.parametrize("takes_them_back", [True, False])
 def test_a_prompt_that_lacks_pages_gets_those_that_are_held_ahead(takes_them_back: bool) -> None:
     driven = machine(60)
-    driven.scheduler._steps.may_shrink = takes_them_back
+    driven.scheduler._terms.may_shrink = takes_them_back
     running = driven.ask([1] * 8, max_tokens=230)
     decode_for(driven, 4)
     assert held_ahead(driven, running) > 80

@@ -6,11 +6,13 @@ Sizes of messages are upper estimates.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Container
 from dataclasses import replace
 from typing import NamedTuple
 
 from session.limits import SessionLimits
 from session.messages import Adopt
+from session.protocol import SHRINK
 from session.words import PAGE_ID_BYTES, TOKEN_BYTES, Namespace
 from worker_service.core.errors import InvalidField
 from worker_service.core.launch_plan import UNLIMITED, SchedulerConfig
@@ -39,9 +41,11 @@ class Terms:
         self._configured = configured
         self.config = configured
         self.limits = NO_LIMITS
+        self.may_shrink = False  # whether the cache service takes back pages that are held ahead
 
-    def take(self, limits: SessionLimits) -> None:
+    def take(self, limits: SessionLimits, capabilities: Container[str]) -> None:
         self.limits = limits
+        self.may_shrink = SHRINK in capabilities
         self.config = replace(
             self._configured,
             max_model_len=min(self._configured.max_model_len, limits.max_sequence_tokens, self._most_sent()),

@@ -24,9 +24,9 @@ from worker_service.core.inventory import Inventory
 from worker_service.core.inventory_recorder import Recorder
 from worker_service.core.launch_plan import Plan, decode_need, plan_launch
 from worker_service.core.limits import Terms
+from worker_service.core.prediction import Prediction
 from worker_service.core.queues import Queues
 from worker_service.core.sequence import Sequence
-from worker_service.core.step_builder import StepBuilder
 
 # A look through 60,000 pages takes 15 ms. After one that found none, this many calls of `take` pass without one: at
 # first, and at most.
@@ -39,11 +39,11 @@ IN_USE, LEFT_BEHIND = 1, 2
 
 class OwnPages:
     def __init__(
-        self, terms: Terms, queues: Queues, steps: StepBuilder, recorder: Recorder, inventory: Inventory
+        self, terms: Terms, queues: Queues, prediction: Prediction, recorder: Recorder, inventory: Inventory
     ) -> None:
         self._terms = terms
         self._queues = queues
-        self._steps = steps
+        self._prediction = prediction
         self._recorder = recorder
         self._inventory = inventory
         self._spare: dict[int, Iterator[int]] = {}  # by group, the next one first
@@ -70,15 +70,14 @@ class OwnPages:
         return sum([self._give(sequence, length) for sequence, length in lacking])
 
     def _plan(self) -> Plan:
-        return plan_launch(
-            self._steps.predicted(), self._terms.config, within_room=False, num_waiting=len(self._queues.waiting)
-        )
+        progress, num_waiting = self._prediction.progress(), len(self._queues.waiting)
+        return plan_launch(progress, self._terms.config, within_room=False, num_waiting=num_waiting)
 
     def _lack(self, plan: Plan, index: int) -> int:
         """Returns the length in tokens that a row needs pages for; 0 where it has them."""
         sequence, first, num_tokens = plan.rows[index]
         need = decode_need(first, self._terms.config) if index < plan.num_decode else first + num_tokens
-        return need if need > self._steps.room(sequence) else 0
+        return need if need > self._prediction.room(sequence) else 0
 
     def _give(self, sequence: Sequence, length: int) -> int:
         """Appends pages for `length` tokens to every block table. Returns how many; 0 where some group lacks them."""
@@ -156,7 +155,8 @@ class OwnPages:
             if departure.reason is not ReleaseReason.PREEMPTED:
                 if departure.publishes:
                     self._recorder.published(departure.sequence)
-                self._recorder.released(departure.sequence, self._steps.rolling_tokens(departure))
+                rolling_tokens = departure.rolling_tokens(self._terms.config.page_tokens)
+                self._recorder.released(departure.sequence, rolling_tokens)
                 self._recorder.record_unanswered()
                 del self._queues.departures[sequence_id]
                 self._queues.end_lease(departure.sequence)

@@ -17,6 +17,11 @@ class Departure(NamedTuple):
     reason: ReleaseReason
     publishes: bool = True
 
+    def rolling_tokens(self, page_tokens: int) -> int:
+        """Returns the boundary whose state the sequence's rolling slots hold; 0: none of use."""
+        is_aborted = self.reason is ReleaseReason.ABORTED
+        return 0 if is_aborted else self.sequence.rolling_boundary(page_tokens)
+
 
 def _queue_order(sequence: Sequence) -> QueueOrder:
     return sequence.queue_order

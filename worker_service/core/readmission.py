@@ -15,17 +15,18 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from session.messages import Step, Welcome
-from session.protocol import INVENTORY, SHRINK
+from session.protocol import INVENTORY
 from session.words import ReleaseReason
 from worker_service.core.admission import Admission
 from worker_service.core.adoption import Adoptions
+from worker_service.core.asked import Ask
 from worker_service.core.errors import LostPlace
 from worker_service.core.limits import Terms
 from worker_service.core.queues import Queues
 from worker_service.core.reply_handler import Failed
 from worker_service.core.restoration import PageRecords
 from worker_service.core.sequence import Sequence, State
-from worker_service.core.step_builder import Ask, StepBuilder
+from worker_service.core.step_builder import StepBuilder
 
 # Steps with an acquire of one sequence that ended their sessions; it fails alone at the second one.
 MAX_REJECTED = 2
@@ -78,8 +79,7 @@ class Readmitter:
             self._generation = 0
             raise LostPlace(f"the cache service is at step {welcome.last_step_id}, which this worker did not send last")
         self._epoch, self._generation, self.is_detached = welcome.epoch, welcome.generation, False
-        self._terms.take(welcome.limits)
-        self._steps.may_shrink = SHRINK in welcome.capabilities
+        self._terms.take(welcome.limits, welcome.capabilities)
         failed = self._fail_excessive()
         if not is_same:
             self._begin_anew(welcome)

@@ -9,12 +9,14 @@ from session.messages import Grant, Refusal, Remap, StepReply
 from session.words import RefusalReason, ReleaseReason, SequenceId, Transfer
 from worker_service.core.admission import Admission
 from worker_service.core.adoption import take_over
+from worker_service.core.asked import Ask, Asked
 from worker_service.core.errors import UnaskedReply
 from worker_service.core.inventory_recorder import Recorder
 from worker_service.core.preemption import preempt
 from worker_service.core.queues import Queues
+from worker_service.core.running_pages import RunningPages
 from worker_service.core.sequence import NO_MATCH, Sequence, State, place_pages
-from worker_service.core.step_builder import Ask, Asked, StepBuilder
+from worker_service.core.step_builder import StepBuilder
 
 _FINAL = (RefusalReason.NEVER_FITS, RefusalReason.INVALID)
 
@@ -40,18 +42,26 @@ class Applied(NamedTuple):
 
 
 class ReplyHandler:
-    def __init__(self, queues: Queues, steps: StepBuilder, admission: Admission, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        queues: Queues,
+        steps: StepBuilder,
+        admission: Admission,
+        running_pages: RunningPages,
+        recorder: Recorder,
+    ) -> None:
         self._recorder = recorder
         self._queues = queues
         self._steps = steps
         self._admission = admission
+        self._running_pages = running_pages
 
     def apply(self, reply: StepReply) -> Applied:
         """Applies a reply. Remaps come first: they concern pages from before, and what they freed may be granted in
         it."""
         self._check(reply)
         asked = self._steps.take_asked()
-        self._steps.free_pages = reply.free_pages
+        self._running_pages.replied(reply.free_pages)
         fetches: list[Fetch] = []
         failed: list[Failed] = []
         for remap in reply.remaps:
@@ -144,7 +154,7 @@ class ReplyHandler:
         if sequence is None or sequence.state is State.FINISHED:
             return ()
         if asked is not None and asked.is_ahead and refusal.reason is not RefusalReason.INVALID:
-            self._steps.refused_ahead()
+            self._running_pages.refused_ahead()
             return ()
         if refusal.reason in _FINAL:
             return (self._fail(sequence, refusal),)

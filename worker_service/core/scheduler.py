@@ -29,10 +29,12 @@ from worker_service.core.launch_plan import Row, SchedulerConfig, plan_launch
 from worker_service.core.limits import Terms
 from worker_service.core.own_pages import OwnPages
 from worker_service.core.penalty_slots import PenaltySlots
+from worker_service.core.prediction import Prediction
 from worker_service.core.queues import Queues
 from worker_service.core.readmission import Readmission, Readmitter
 from worker_service.core.reply_handler import Applied, Failed, ReplyHandler
 from worker_service.core.restoration import PageRecords, Restoration
+from worker_service.core.running_pages import RunningPages
 from worker_service.core.sequence import FinishReason, QueueOrder, Request, Sequence, State, Usage
 from worker_service.core.step_builder import StepBuilder
 
@@ -78,10 +80,12 @@ class Scheduler:
         self._recorder = Recorder(self.inventory)
         self._restoration = Restoration(self.inventory, config.groups)
         pages = PageRecords(self._recorder, self._restoration)
-        self._steps = StepBuilder(self._terms, self._queues, self._admission, self._adoptions, pages)
-        self._replies = ReplyHandler(self._queues, self._steps, self._admission, self._recorder)
+        self._prediction = Prediction(self._terms, self._queues)
+        running_pages = RunningPages(self._terms, self._queues, self._prediction, self._restoration)
+        self._steps = StepBuilder(self._terms, self._queues, self._admission, self._adoptions, running_pages, pages)
+        self._replies = ReplyHandler(self._queues, self._steps, self._admission, running_pages, self._recorder)
         self._readmitter = Readmitter(self._terms, self._queues, self._steps, self._admission, self._adoptions, pages)
-        self._own_pages = OwnPages(self._terms, self._queues, self._steps, self._recorder, self.inventory)
+        self._own_pages = OwnPages(self._terms, self._queues, self._prediction, self._recorder, self.inventory)
         self._slots = PenaltySlots(config.max_num_seqs)
         self._num_requests = 0
         self._num_launches = 0
@@ -215,7 +219,7 @@ class Scheduler:
         """
         assert len(self._flights) < self.max_flights, "too many launches in flight"
         config = self._terms.config
-        plan = plan_launch(self._steps.predicted(), config, within_room=True, num_waiting=self.num_waiting)
+        plan = plan_launch(self._prediction.progress(), config, within_room=True, num_waiting=self.num_waiting)
         if not plan.rows:
             return None
         for row in plan.rows:
