@@ -25,8 +25,9 @@ from cli.replay.replay import Request as TraceRequest
 from cli.replay.replay import read_trace
 from session.messages import Hello
 from session.words import GroupKind, GroupSpec, Namespace, SequenceId, WorkerId
+from worker_service.core.launches import Launch
 from worker_service.core.sampling_params import SamplingParams
-from worker_service.core.scheduler import Launch, Scheduler, SchedulerConfig
+from worker_service.core.scheduler import Scheduler, SchedulerConfig
 from worker_service.core.sequence import Request, State
 
 WORKER = WorkerId("bench")

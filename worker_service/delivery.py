@@ -10,9 +10,10 @@ from collections.abc import Iterable
 
 from session.words import SequenceId
 from worker_service.core.errors import RequestFailed, Unservable
+from worker_service.core.launches import Launch, Output
 from worker_service.core.reply_handler import Failed
 from worker_service.core.sampling_params import TokenLogprobs
-from worker_service.core.scheduler import Launch, Output, Scheduler
+from worker_service.core.scheduler import Scheduler
 from worker_service.core.sequence import FinishReason, Usage
 from worker_service.generation import Generation
 from worker_service.launch.launcher import EndedLaunch, NewTokens

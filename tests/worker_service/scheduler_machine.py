@@ -20,9 +20,10 @@ from tests.worker_service.device_memory import DeviceMemory, marks_of
 from tests.worker_service.host_mover import HostMover
 from worker_service.core.batch_part import with_known_tokens
 from worker_service.core.errors import LostPlace
+from worker_service.core.launches import Launch, Output
 from worker_service.core.reply_handler import Failed
 from worker_service.core.sampling_params import SamplingParams
-from worker_service.core.scheduler import Launch, Output, Scheduler, SchedulerConfig
+from worker_service.core.scheduler import Scheduler, SchedulerConfig
 from worker_service.core.sequence import Request, Usage
 
 NAMESPACE = Namespace("model")

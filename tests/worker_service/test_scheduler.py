@@ -18,8 +18,8 @@ from tests.worker_service.scheduler_machine import (
     window_group,
 )
 from worker_service.core.errors import InvalidField, QueueFull
+from worker_service.core.launches import Launch
 from worker_service.core.sampling_params import SamplingParams
-from worker_service.core.scheduler import Launch
 from worker_service.core.sequence import FinishReason, Request
 
 # -- the cached prefix --

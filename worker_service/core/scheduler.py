@@ -12,60 +12,28 @@ lost session: drain the mover, connect(generation), complete the launches in fli
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Container, Iterable
+from collections.abc import Container
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
 
 from session.messages import Ack, Forget, Rates, Step, StepReply, Welcome
 from session.words import TOKEN_BYTES, ReleaseReason, SequenceId
 from worker_service.core.admission import Admission
 from worker_service.core.adoption import Adoptions
-from worker_service.core.batch import Batch, build_batch
 from worker_service.core.errors import InvalidField, QueueFull
 from worker_service.core.inventory import Inventory
 from worker_service.core.inventory_recorder import Recorder
-from worker_service.core.launch_plan import Row, SchedulerConfig, plan_launch
+from worker_service.core.launch_plan import SchedulerConfig
+from worker_service.core.launches import Launch, Launches, Output
 from worker_service.core.limits import Terms
 from worker_service.core.own_pages import OwnPages
-from worker_service.core.penalty_slots import PenaltySlots
 from worker_service.core.prediction import Prediction
 from worker_service.core.queues import Queues
 from worker_service.core.readmission import Readmission, Readmitter
 from worker_service.core.reply_handler import Applied, Failed, ReplyHandler
 from worker_service.core.restoration import PageRecords, Restoration
 from worker_service.core.running_pages import RunningPages
-from worker_service.core.sequence import FinishReason, QueueOrder, Request, Sequence, State, Usage
+from worker_service.core.sequence import QueueOrder, Request, Sequence, State, Usage
 from worker_service.core.step_builder import StepBuilder
-
-
-class LaunchRow(NamedTuple):
-    """A batch row's sequence, and which of its tokens the launch computes."""
-
-    sequence_id: SequenceId
-    lease: int
-    first_token: int
-    num_tokens: int
-    samples: bool
-
-
-class Launch(NamedTuple):
-    number: int
-    rows: tuple[LaunchRow, ...]
-    batch: Batch
-
-    @property
-    def num_sampled(self) -> int:
-        return len(self.batch.sampled)
-
-
-class Output(NamedTuple):
-    """New tokens of a sequence; `finish` and `usage` come with the last ones."""
-
-    sequence_id: SequenceId
-    token_ids: tuple[int, ...]
-    finish: FinishReason | None = None
-    usage: Usage | None = None
 
 
 class Scheduler:
@@ -80,16 +48,14 @@ class Scheduler:
         self._recorder = Recorder(self.inventory)
         self._restoration = Restoration(self.inventory, config.groups)
         pages = PageRecords(self._recorder, self._restoration)
-        self._prediction = Prediction(self._terms, self._queues)
-        running_pages = RunningPages(self._terms, self._queues, self._prediction, self._restoration)
+        prediction = Prediction(self._terms, self._queues)
+        running_pages = RunningPages(self._terms, self._queues, prediction, self._restoration)
         self._steps = StepBuilder(self._terms, self._queues, self._admission, self._adoptions, running_pages, pages)
         self._replies = ReplyHandler(self._queues, self._steps, self._admission, running_pages, self._recorder)
         self._readmitter = Readmitter(self._terms, self._queues, self._steps, self._admission, self._adoptions, pages)
-        self._own_pages = OwnPages(self._terms, self._queues, self._prediction, self._recorder, self.inventory)
-        self._slots = PenaltySlots(config.max_num_seqs)
+        self._own_pages = OwnPages(self._terms, self._queues, prediction, self._recorder, self.inventory)
+        self._launches = Launches(self._terms, self._queues, prediction)
         self._num_requests = 0
-        self._num_launches = 0
-        self._flights: deque[_Flight] = deque()  # oldest first
 
     # -- requests --
 
@@ -208,93 +174,17 @@ class Scheduler:
 
     @property
     def max_flights(self) -> int:
-        """Returns how many launches may be in flight; one with decode_lookahead: accepted drafts are not predicted."""
-        return 2 if self.config.async_scheduling and not self.config.decode_lookahead else 1
+        """Returns how many launches may be in flight."""
+        return self._launches.max_flights
 
     def next_launch(self) -> Launch | None:
-        """Returns the next launch, of sequences whose pages are granted; None when there is nothing to run.
-
-        What the launch in flight computes counts as computed; tokens that it samples are named by their place in it
-        (Batch.from_previous).
-        """
-        assert len(self._flights) < self.max_flights, "too many launches in flight"
-        config = self._terms.config
-        plan = plan_launch(self._prediction.progress(), config, within_room=True, num_waiting=self.num_waiting)
-        if not plan.rows:
-            return None
-        for row in plan.rows:
-            self._slots.assign(row.sequence)
-        batch = build_batch(plan.rows, plan.num_decode, config.groups, config.page_tokens)
-        self._num_launches += 1
-        launch = Launch(self._num_launches, tuple(_launch_row(row) for row in plan.rows), batch)
-        for row in plan.rows:
-            row.sequence.launched_len = row.end
-            row.sequence.written_len = max(row.sequence.written_len, row.end + config.decode_lookahead)
-        for index, entry in enumerate(batch.sampled):
-            sequence = plan.rows[entry.row].sequence
-            sequence.num_pending += 1
-            sequence.sample_index = index
-            sequence.counted_len = entry.position
-        self._flights.append(_Flight(launch, tuple(row.sequence for row in plan.rows)))
-        return launch
+        """Returns the next launch, of sequences whose pages are granted; None when there is nothing to run."""
+        return self._launches.next()
 
     def complete(self, launch: Launch, accepted: Seq[Seq[int]], failed_rows: Container[int] = ()) -> tuple[Output, ...]:
-        """Takes the accepted tokens of the oldest launch, one run for each row that samples, in the order of `sampled`.
-
-        What arrives for a sequence that ended meanwhile is dropped: it was aborted, or the launch before brought its
-        last token. The requests of `failed_rows` (indices of
-        launch.rows) are forgotten, and nothing of them is published any more.
-        """
-        flight = self._end_flight(launch)
-        if len(accepted) != launch.num_sampled:
-            raise ValueError(f"{len(accepted)} runs of tokens for {launch.num_sampled} rows that sample")
-        runs = iter(accepted)
-        outputs: list[Output] = []
-        for index, (row, sequence) in enumerate(zip(launch.rows, flight.sequences, strict=True)):
-            tokens = next(runs) if row.samples else ()
-            if index in failed_rows:
-                self._queues.finish(sequence, ReleaseReason.ABORTED, publishes=False)
-            elif sequence.leased and sequence.lease == row.lease and sequence.state is not State.FINISHED:
-                outputs += self._advance(sequence, row, tokens)
-        return tuple(outputs)
-
-    def _end_flight(self, launch: Launch) -> _Flight:
-        assert self._flights and self._flights[0].launch is launch, "not the oldest launch in flight"
-        return self._flights.popleft()
-
-    def _advance(self, sequence: Sequence, row: LaunchRow, tokens: Seq[int]) -> Iterable[Output]:
-        end = row.first_token + row.num_tokens
-        in_prefill = row.first_token < sequence.in_prefill_until
-        most = 1 if in_prefill else 1 + self.config.decode_lookahead
-        if row.samples and not 1 <= len(tokens) <= most:
-            raise ValueError(f"sequence {row.sequence_id} accepts 1 to {most} tokens, not {len(tokens)}")
-        sequence.num_pending -= row.samples
-        if in_prefill:
-            sequence.computed_tokens += row.num_tokens
-        kept, reason = self._append(sequence, tokens)
-        # The last token has no KV yet; those accepted before it have.
-        sequence.computed_len = end + max(len(kept) - 1, 0)
-        # A younger launch may have gone on from there.
-        sequence.launched_len = max(sequence.launched_len, sequence.computed_len)
-        if sequence.snapshots:
-            sequence.written_snapshots += tuple(slot for slot in sequence.snapshots if slot.boundary_tokens <= end)
-            sequence.snapshots = tuple(slot for slot in sequence.snapshots if slot.boundary_tokens > end)
-        if reason is not None:
-            self._queues.finish(sequence, ReleaseReason.FINISHED)
-            return (Output(row.sequence_id, kept, reason, sequence.usage()),)
-        return (Output(row.sequence_id, kept),) if kept else ()
-
-    def _append(self, sequence: Sequence, tokens: Seq[int]) -> tuple[tuple[int, ...], FinishReason | None]:
-        """Appends up to the first token that ends the sequence, that one included."""
-        sampling = sequence.sampling
-        for count, token in enumerate(tokens, start=1):
-            sequence.tokens.append(token)
-            if token in sampling.stop_token_ids or (token in self.config.eos_token_ids and not sampling.ignore_eos):
-                return tuple(tokens[:count]), FinishReason.STOP
-            length = len(sequence.tokens)
-            if length >= sequence.end_len or length >= self._terms.config.max_model_len:
-                return tuple(tokens[:count]), FinishReason.LENGTH
-        return tuple(tokens), None
+        """Takes the accepted tokens of the oldest launch, one run for each row that samples; the requests of failed
+        rows are forgotten."""
+        return self._launches.complete(launch, accepted, failed_rows)
 
     # -- the session --
 
@@ -324,9 +214,8 @@ class Scheduler:
 
     def readmit(self, welcome: Welcome) -> Readmission:
         """Follows a Welcome. Returns the step to repeat, if any; sequences that the cache service does not know any
-        more are
-        adopted with the coming steps, or queue again. Raises LostPlace when Hello is to be sent again."""
-        assert not self._flights, "launches end before a Welcome is followed"
+        more are adopted with the coming steps, or queue again. Raises LostPlace when Hello is to be sent again."""
+        assert not self._launches.num_in_flight, "launches end before a Welcome is followed"
         return self._readmitter.readmit(welcome)
 
     @property
@@ -348,19 +237,3 @@ class Scheduler:
         Returns failed requests.
         """
         return self._readmitter.reject_step()
-
-
-class _Flight(NamedTuple):
-    launch: Launch
-    sequences: tuple[Sequence, ...]
-
-
-def _launch_row(row: Row) -> LaunchRow:
-    sequence, first_token, num_tokens = row
-    return LaunchRow(
-        sequence.request.sequence_id,
-        sequence.lease,
-        first_token,
-        num_tokens,
-        samples=first_token + num_tokens == len(sequence.tokens) + sequence.num_pending,
-    )

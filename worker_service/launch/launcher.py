@@ -18,8 +18,8 @@ from session.words import SequenceId
 from worker_service.core.batch import Batch
 from worker_service.core.batch_part import with_known_tokens
 from worker_service.core.errors import DeviceLost
+from worker_service.core.launches import Launch, Output
 from worker_service.core.sampling_params import TokenLogprobs
-from worker_service.core.scheduler import Launch, Output
 from worker_service.launch.row_faults import RowResults, run_in_parts
 from worker_service.launch.runner_port import BatchRunner, DeviceTimes, LaunchTokens, Submitted
 
