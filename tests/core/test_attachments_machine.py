@@ -104,7 +104,7 @@ class Machine(RuleBasedStateMachine):
         attachment = engine.attachment()
         hashes = attachment.hashes(asked)
         index, fingerprint = attachment.view.index, attachment.view.fingerprint
-        floor = index.floor(hashes.digest)
+        floor = index.cleared.floor(hashes.digest)
 
         def holds(group: int, page: int) -> bool:
             row = index.rows.get(fingerprint + hashes.run(page, page + 1)[0])

@@ -6,7 +6,7 @@ import pytest
 
 from cache_service.core.base.types import Cleared
 from cache_service.core.device.event_log import EventLog
-from cache_service.core.host import hash_index, key_queues
+from cache_service.core.host import key_queues, seen_ranks
 from cache_service.core.host.breaker import Breaker
 from cache_service.core.host.hash_index import HashIndex
 from cache_service.core.host.host_key import HostKey, build_key
@@ -55,7 +55,7 @@ def test_one_verb_with_too_many_events_says_how_many_are_missing() -> None:
 
 
 def test_half_seen_rows_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hash_index, "MAX_HALF_SEEN", 3)
+    monkeypatch.setattr(seen_ranks, "MAX_HALF_SEEN", 3)
     index = make_index(ranks=2)
     for number in range(5):
         assert not index.adopt(HostKey(FINGERPRINT, 0, 0, page(number)))

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from cache_service.core.base.page_hash import namespace_digest
-from cache_service.core.host import hash_index
+from cache_service.core.host import cleared_namespaces
 from cache_service.core.host.breaker import Breaker
 from cache_service.core.host.hash_index import HashIndex
 from cache_service.core.host.host_key import HostKey, parse_key
@@ -115,9 +115,9 @@ def test_what_was_cleared_is_hidden_at_once_and_dropped_bit_by_bit() -> None:
     index.add(FINGERPRINT, page(2), 1, other)
     index.adopt(HostKey(FINGERPRINT, 0, 0, page(3)))
     floor = index.hide(namespace_digest(NS))
-    assert index.floor(namespace_digest(NS)) == floor and index.floor(namespace_digest(other)) < 0
+    assert index.cleared.floor(namespace_digest(NS)) == floor and index.cleared.floor(namespace_digest(other)) < 0
     assert not index.leading(FINGERPRINT, [page(1)], 1, floor) and not index.leading(FINGERPRINT, [page(3)], 1, floor)
-    assert index.leading(FINGERPRINT, [page(3), page(2)], 1, index.floor(namespace_digest(other))) == 2
+    assert index.leading(FINGERPRINT, [page(3), page(2)], 1, index.cleared.floor(namespace_digest(other))) == 2
     assert not index.known(FINGERPRINT, page(3), floor), "its own page may be written anew"
     dropped = [number for number in (1, 2, 3) if index.drop_hidden(FINGERPRINT + page(number), NS, floor)]
     assert dropped == [1]
@@ -129,7 +129,7 @@ def test_a_scan_after_a_clear_of_all_deletes_what_it_finds() -> None:
     index = make()
     index.add(FINGERPRINT, page(1), 1, NS)
     index.hide(None)
-    assert index.drop_hidden(FINGERPRINT + page(1), None, index.floor(b""))
+    assert index.drop_hidden(FINGERPRINT + page(1), None, index.cleared.floor(b""))
     index.add(FINGERPRINT, page(2), 1, NS)
     assert not index.adopt(HostKey(FINGERPRINT, 0, 0, page(3))) and not index.adopt(HostKey(FINGERPRINT, 0, 0, page(2)))
     assert hashes_of(index.take_deletes(9)) == [1, 3]
@@ -138,7 +138,7 @@ def test_a_scan_after_a_clear_of_all_deletes_what_it_finds() -> None:
 
 
 def test_namespaces_that_are_forgotten_take_what_they_could_still_find(monkeypatch: Any) -> None:
-    monkeypatch.setattr(hash_index, "MAX_HIDDEN", 2)
+    monkeypatch.setattr(cleared_namespaces, "MAX_CLEARED", 2)
     index = make()
     index.adopt(HostKey(FINGERPRINT, 0, 0, page(3)))
     for number in range(3):

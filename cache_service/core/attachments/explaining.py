@@ -144,7 +144,7 @@ def _residents(
 ) -> Generator[None, None, tuple[list[bytearray], list[int]]]:
     """Returns for each group a byte for each page, 0 for a hole, and how many of its holes are being written."""
     index, fingerprint = attachment.view.index, attachment.view.fingerprint
-    floor = index.floor(hashes.digest)
+    floor = index.cleared.floor(hashes.digest)
     flags = [bytearray(b"\1" * local) for _ in attachment.groups]
     writing = [0] * len(flags)
     for page in range(local, end):
@@ -161,7 +161,7 @@ def _residents(
 
 def _why_missing(attachment: Attachment, hashes: PathHashes, page: int, group: int) -> MissReason:
     key = attachment.view.fingerprint + hashes.run(page, page + 1)[0]
-    return why_gone(attachment.view.index, key, group, attachment.view.index.floor(hashes.digest))
+    return why_gone(attachment.view.index, key, group, attachment.view.index.cleared.floor(hashes.digest))
 
 
 def _leading(resident: bytes | bytearray) -> int:

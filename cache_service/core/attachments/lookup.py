@@ -9,6 +9,7 @@ from cache_service.core.attachments.gone_rows import why_gone
 from cache_service.core.attachments.messages import MAX_HELD_PAGES, Found, Lookup, TierPages
 from cache_service.core.attachments.path_hashes import PathHashes
 from cache_service.core.base.fetch_estimate import estimate
+from cache_service.core.host.host_key import key_prefix
 from cache_service.core.kinds.group import limiting_group, resume
 from session.errors import InvalidInput, TooMany
 from session.words import MissReason
@@ -73,7 +74,7 @@ def find(attachment: Attachment, hashes: PathHashes, local: int) -> Found:
     if attachment.is_paused:
         return Found(local, local, miss_reason=MissReason.BREAKER_OPEN, breaker_open=True)
     limit = max(hashes.reusable_pages, local)
-    floor = index.floor(hashes.digest)
+    floor = index.cleared.floor(hashes.digest)
     matched = _matched(attachment, hashes, local, limit, floor)
     flags = _residency(attachment, hashes, local, matched, floor)
     # At the end of what it holds itself the engine can resume, whatever the tier has.
@@ -128,12 +129,12 @@ def _residency(attachment: Attachment, hashes: PathHashes, local: int, end: int,
 def _to_read(attachment: Attachment, hashes: PathHashes, local: int, usable: int) -> tuple[TierPages, ...]:
     if usable == local:
         return ()
-    index, fingerprint = attachment.view.index, attachment.view.fingerprint
+    fingerprint = attachment.view.fingerprint
     found = []
     for group in attachment.groups:
         first = max(local, usable - group.reach_pages())
         if first < usable:
-            prefix = index.key_prefix(fingerprint, group.number)
+            prefix = key_prefix(fingerprint, group.number)
             page_hashes = tuple(hashes.run(first, usable))
             found.append(TierPages(group.number, prefix, tuple(range(first, usable)), page_hashes))
     return tuple(found)

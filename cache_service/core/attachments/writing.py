@@ -15,6 +15,7 @@ from cache_service.core.attachments.messages import (
 )
 from cache_service.core.attachments.path_hashes import PathHashes
 from cache_service.core.base.errors import UnknownTicket
+from cache_service.core.host.host_key import key_prefix
 from session.errors import InvalidInput, TooMany
 from session.words import MissReason, TransferStatus
 
@@ -62,7 +63,7 @@ def _admitted(
     that fails takes nothing.
     """
     index, fingerprint = attachment.view.index, attachment.view.fingerprint
-    floor, is_failing = index.floor(hashes.digest), attachment.is_paused
+    floor, is_failing = index.cleared.floor(hashes.digest), attachment.is_paused
     room = 0 if is_failing else index.quota.room_bytes
     most = MAX_HELD_PAGES - attachment.writing_pages
     rows: dict[bytes, tuple[int, bytes, int]] = {}
@@ -83,13 +84,13 @@ def _admitted(
 
 
 def _by_group(attachment: Attachment, rows: list[tuple[int, bytes, int]]) -> tuple[TierPages, ...]:
-    index, fingerprint = attachment.view.index, attachment.view.fingerprint
+    fingerprint = attachment.view.fingerprint
     found = []
     for group in range(len(attachment.groups)):
         mine = [(page, page_hash) for page, page_hash, groups in rows if groups >> group & 1]
         if mine:
             pages, page_hashes = zip(*mine, strict=True)
-            found.append(TierPages(group, index.key_prefix(fingerprint, group), pages, page_hashes))
+            found.append(TierPages(group, key_prefix(fingerprint, group), pages, page_hashes))
     return tuple(found)
 
 

@@ -12,19 +12,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cache_service.core.host.breaker import Breaker
-from cache_service.core.host.host_key import HostKey, key_prefix
+from cache_service.core.host.cleared_namespaces import NOTHING_HIDDEN, ClearedNamespaces
+from cache_service.core.host.host_key import HostKey
 from cache_service.core.host.key_queues import KeyQueues
 from cache_service.core.host.quota import Quota
 from cache_service.core.host.readers import Readers
+from cache_service.core.host.seen_ranks import SeenRanks
 from session.words import HASH_BYTES, MissReason, Namespace
-
-# The most rows of which a scan has seen some rank but not all; of more, the oldest wait for the next scan.
-MAX_HALF_SEEN = 262_144
-
-# Cleared namespaces that are remembered.
-MAX_HIDDEN = 4_096
-
-NOTHING_HIDDEN = -1
 
 
 @dataclass(slots=True)
@@ -72,12 +66,12 @@ class HashIndex:
         self.group_bytes: dict[bytes, tuple[int, ...]] = {}  # by fingerprint: bytes of one page of each group
         self.unscanned: set[bytes] = set()  # fingerprints whose rows a scan is yet to find
         self.queues = KeyQueues()  # empty unless the tier is shared
+        self.cleared = ClearedNamespaces()
         self.counters = HostCounters()
         self.drop_listener: DropListener | None = None
         self.now_ms = 0  # of the last tick
         self._stamp = 0
-        self._hidden: OrderedDict[bytes | None, int] = OrderedDict()  # by digest of a namespace; None: all
-        self._seen_ranks: OrderedDict[bytes, int] = OrderedDict()  # scanned rows of which some rank is still to be seen
+        self._seen_ranks = SeenRanks()
 
     def stored(self, fingerprint: bytes, page_hash: bytes, floor: int = NOTHING_HIDDEN) -> int:
         """Returns the groups that the store is known to have, also while it fails."""
@@ -99,37 +93,6 @@ class HashIndex:
         """Returns the groups that are there or being spilled."""
         return self.stored(fingerprint, page_hash, floor) | self.pending.get(fingerprint + page_hash, 0)
 
-    # What a Clear call hides. A row that a scan found may be of any namespace: it stays for the others, hidden from the
-    # cleared one, whose prompts are the only ones that lead to its hash if it is theirs.
-
-    def floor(self, digest: bytes) -> int:
-        """Returns the stamp up to which rows are hidden from the namespace with this digest."""
-        if not self._hidden:
-            return NOTHING_HIDDEN
-        return max(self._hidden.get(digest, NOTHING_HIDDEN), self._hidden.get(None, NOTHING_HIDDEN))
-
-    def hide(self, digest: bytes | None) -> int:
-        """Hides every row of now from a namespace (None: from all). Returns the highest stamp that is hidden."""
-        self._hidden.pop(digest, None)
-        self._hidden[digest] = self._stamp
-        if len(self._hidden) > MAX_HIDDEN:
-            # Too many namespaces to remember: what their oldest could still find goes for all.
-            _, floor = self._hidden.popitem(last=False)
-            for key in [k for k, row in self.rows.items() if row.namespace is None and row.stamp <= floor]:
-                self._drop(key)
-        return self._stamp
-
-    def drop_hidden(self, key: bytes, namespace: Namespace | None, floor: int) -> bool:
-        """Drops a row that is known to be of the namespace (None: of any) and hidden. Returns whether it was."""
-        row = self.rows.get(key)
-        if row is None or row.stamp > floor or (namespace is not None and row.namespace != namespace):
-            return False
-        return self._drop(key, MissReason.CLEARED)
-
-    def key_prefix(self, fingerprint: bytes, group: int) -> str:
-        """Returns the prefix of a group's keys, as TransferPages has it."""
-        return key_prefix(fingerprint, group)
-
     def begin(self, fingerprint: bytes, page_hash: bytes, groups: int) -> None:
         """Notes that these groups are being spilled."""
         key = fingerprint + page_hash
@@ -143,6 +106,22 @@ class HashIndex:
             self.pending[key] = left
         else:
             self.pending.pop(key, None)
+
+    def hide(self, digest: bytes | None) -> int:
+        """Hides every row of now from a namespace (None: from all). Returns the highest stamp that is hidden."""
+        floor = self.cleared.hide(digest, self._stamp)
+        if floor != NOTHING_HIDDEN:
+            # What the forgotten namespace could find again goes for all.
+            for key in [k for k, row in self.rows.items() if row.namespace is None and row.stamp <= floor]:
+                self._drop(key)
+        return self._stamp
+
+    def drop_hidden(self, key: bytes, namespace: Namespace | None, floor: int) -> bool:
+        """Drops a row that is known to be of the namespace (None: of any) and hidden. Returns whether it was."""
+        row = self.rows.get(key)
+        if row is None or row.stamp > floor or (namespace is not None and row.namespace != namespace):
+            return False
+        return self._drop(key, MissReason.CLEARED)
 
     def all_keys(self) -> list[bytes]:
         """Returns the keys of all rows, in no order: that takes 3 ms for 300,000 rows, in their order 100."""
@@ -190,18 +169,10 @@ class HashIndex:
         group_ranks = self.group_ranks.get(key.fingerprint, ())
         if key.group >= len(group_ranks) or self.known(key.fingerprint, key.page_hash) >> key.group & 1:
             return False
-        ranks = group_ranks[key.group]
-        if key.rank >= ranks:
+        num_ranks = group_ranks[key.group]
+        if key.rank >= num_ranks or not self._seen_ranks.is_last(key, num_ranks):
             return False
-        seen_key = key.fingerprint + key.page_hash + key.group.to_bytes(4, "little")
-        seen = self._seen_ranks.get(seen_key, 0) | 1 << key.rank
-        if seen != (1 << ranks) - 1:
-            self._seen_ranks[seen_key] = seen
-            if len(self._seen_ranks) > MAX_HALF_SEEN:
-                self._seen_ranks.popitem(last=False)
-            return False
-        self._seen_ranks.pop(seen_key, None)
-        if None in self._hidden:
+        if self.cleared.are_all:
             self.delete(key.fingerprint, key.page_hash, 1 << key.group)
             return False
         is_new = key.fingerprint + key.page_hash not in self.rows
@@ -282,7 +253,7 @@ class HashIndex:
         self.rows.clear()
         self.queues.clear()
         self._seen_ranks.clear()
-        self._hidden.clear()
+        self.cleared.clear()
         self.quota.clear()
 
     def _drop(self, key: bytes, why: MissReason = MissReason.EVICTED) -> bool:

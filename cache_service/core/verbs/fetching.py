@@ -15,6 +15,7 @@ from cache_service.core.device.lease_table import Arrival, Lease
 from cache_service.core.device.page_pool import pack
 from cache_service.core.device.transfer_table import Fetch
 from cache_service.core.device_cache import DeviceCache
+from cache_service.core.host.host_key import key_prefix
 from cache_service.core.kinds.group import present
 from cache_service.core.verbs import fetch_policy, publishing
 from cache_service.core.verbs.admission import Plan
@@ -49,8 +50,8 @@ def start(cache: DeviceCache, lease: Lease, plan: Plan) -> tuple[Transfer, ...]:
 def _open(cache: DeviceCache, lease: Lease, plan: Plan, pages: range, moved: list[tuple[int, bytes]]) -> Transfer:
     assert cache.host is not None and plan.found.hashes is not None
     hashes = b"".join(plan.found.hashes.run(pages.start, pages.stop))
-    index, fingerprint = cache.host.index, cache.host.fingerprint
-    groups = (TransferPages(group, ids, index.key_prefix(fingerprint, group), hashes) for group, ids in moved)
+    fingerprint = cache.host.fingerprint
+    groups = (TransferPages(group, ids, key_prefix(fingerprint, group), hashes) for group, ids in moved)
     transfer = Transfer(cache.transfers.new_id(), tuple(groups), pages.start, len(pages))
     lease.fetches |= {transfer.ticket}
     cache.transfers.fetched_ms = cache.now_ms

@@ -143,7 +143,7 @@ def _reach(found: PrefixMatch, layout: Layout, host: HostView, hashes: PromptHas
     while page < found.limit_pages:
         stop = min(page + count, found.limit_pages)
         held = host.index.leading(
-            host.fingerprint, hashes.run(page, stop), layout.full_mask, host.index.floor(hashes.digest)
+            host.fingerprint, hashes.run(page, stop), layout.full_mask, host.index.cleared.floor(hashes.digest)
         )
         page += held
         if page < stop:
@@ -158,7 +158,7 @@ def _with_host(found: PrefixMatch, group: int, first: int, end: int, host: HostV
     flags = bytearray(residency(found.sparse_ids[group]))
     flags += bytes(end - len(flags))
     assert found.hashes is not None
-    floor = host.index.floor(found.hashes.digest)
+    floor = host.index.cleared.floor(found.hashes.digest)
     for page, page_hash in enumerate(found.hashes.run(first, end), first):
         if not flags[page] and host.index.stored(host.fingerprint, page_hash, floor) >> group & 1:
             flags[page] = 1

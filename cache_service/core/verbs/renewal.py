@@ -88,7 +88,7 @@ def _renew(cache: DeviceCache, node: Node, in_store: bool) -> None:
     index.touch(fingerprint, hashes, in_store=in_store)
     if not in_store:
         return
-    floor = index.floor(node.root.digest)
+    floor = index.cleared.floor(node.root.digest)
     for at, page_hash in enumerate(hashes[: node.spilled]):
         if not index.known(fingerprint, page_hash, floor):
             node.spilled = at

@@ -12,6 +12,7 @@ from cache_service.core.device.page_pool import pack, unpack
 from cache_service.core.device.radix_node import Node
 from cache_service.core.device.transfer_table import Spill, SpillRow
 from cache_service.core.device_cache import DeviceCache
+from cache_service.core.host.host_key import key_prefix
 from cache_service.core.verbs import renewal
 from session.messages import Ack
 from session.words import (
@@ -101,7 +102,7 @@ def _order(cache: DeviceCache, node: Node) -> Transfer | None:
         standing = zip(ordered, unpack(page_ids[at * PAGE_ID_BYTES : end * PAGE_ID_BYTES]), strict=True)
         ids = [page_id if row is not None and row.groups >> group & 1 else NO_PAGE for row, page_id in standing]
         if any(ids):
-            groups.append(TransferPages(group, pack(ids), index.key_prefix(fingerprint, group), hashes))
+            groups.append(TransferPages(group, pack(ids), key_prefix(fingerprint, group), hashes))
     transfer = Transfer(cache.transfers.new_id(), tuple(groups), first, num_pages)
     cache.transfers.spills[transfer.ticket] = Spill(transfer, node, ordered, cache.now_ms)
     for row in rows.values():
@@ -122,7 +123,7 @@ def _lacking(cache: DeviceCache, node: Node) -> dict[int, SpillRow]:
     # Pages of a window of one token are never read again, from the boundary behind them on.
     sparse = {group.number: unpack(node.pages[group.number]) for group in cache.sparse if group.reach_pages()}
     rows: dict[int, SpillRow] = {}
-    floor = index.floor(node.root.digest)
+    floor = index.cleared.floor(node.root.digest)
     for at in range(node.spilled, node.resident):
         if rows and node.start + at - min(rows) >= cache.config.transfer_pages:
             break
