@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import Any
 
 from protos.v1 import cache_pb2, types_pb2
 from session.errors import InvalidInput
+from session.limits import MAX_SNAPSHOT_BOUNDARIES
 from session.messages import Forget
 from session.wire import fields
 from session.words import (
@@ -112,6 +113,12 @@ def encode_slots(values: Iterable[StateSlot]) -> list[types_pb2.SnapshotSlot]:
 
 def decode_slot(message: types_pb2.SnapshotSlot) -> StateSlot:
     return StateSlot(message.group, message.boundary_tokens, PageId(message.slot))
+
+
+def decode_boundaries(boundaries: Sequence[int], field: str) -> tuple[int, ...]:
+    """Returns the boundaries, in tokens, at which a sequence is to leave snapshots."""
+    fields.at_most(len(boundaries), field, MAX_SNAPSHOT_BOUNDARIES)
+    return tuple(boundaries)
 
 
 def fill_transfer(message: types_pb2.Transfer, value: Transfer) -> None:

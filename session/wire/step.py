@@ -1,35 +1,22 @@
-"""Step, encoded by the worker and decoded by the cache service.
+"""Step, encoded by the worker and decoded by the cache service: its items one by one; packed ones are in lengths.py.
 
 An item that is malformed is decoded to a BadItem in its place, for the manager to refuse alone.
 """
 
 from __future__ import annotations
 
-import struct
-from array import array
 from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
 from protos.v1 import cache_pb2, types_pb2
 from session.errors import FieldError, InvalidInput
-from session.limits import MAX_GROUPS, MAX_SNAPSHOT_BOUNDARIES, SessionLimits
-from session.messages import (
-    Ack,
-    Acquire,
-    Adopt,
-    BadItem,
-    BadRun,
-    CachedRun,
-    Extend,
-    Inventory,
-    Publish,
-    Rates,
-    Release,
-    Shrink,
-    Step,
-)
+from session.limits import MAX_GROUPS, SessionLimits
+from session.messages import Ack, Acquire, Adopt, BadItem, Publish, Rates, Release, Step
 from session.wire import fields
+from session.wire.inventory import decode_inventory, fill_inventory
+from session.wire.lengths import decode_extends, decode_shrinks, fill_extends, fill_shrinks
 from session.wire.parts import (
+    decode_boundaries,
     decode_pages,
     decode_slot,
     encode_namespace,
@@ -37,18 +24,7 @@ from session.wire.parts import (
     encode_slots,
     required_namespace,
 )
-from session.words import (
-    PAGE_ID_BYTES,
-    TOKEN_BYTES,
-    GroupPages,
-    ReleaseReason,
-    SequenceId,
-    StateSlot,
-    TicketId,
-    TransferStatus,
-)
-
-LENGTH_BYTES = 4
+from session.words import TOKEN_BYTES, GroupPages, ReleaseReason, SequenceId, StateSlot, TicketId, TransferStatus
 
 T = TypeVar("T")
 M = TypeVar("M", cache_pb2.Publish, cache_pb2.Release, cache_pb2.Adopt, cache_pb2.Acquire)
@@ -75,11 +51,7 @@ def encode_step(value: Step) -> cache_pb2.WorkerMessage:
     for adopt in cast(Sequence[Adopt], value.adopts):
         _fill_adopt(step.adopts.add(), adopt)
     if value.extends:
-        step.extends.sequence_ids = array("Q", [extend.sequence_id for extend in value.extends]).tobytes()
-        step.extends.num_tokens = array("I", [extend.num_tokens for extend in value.extends]).tobytes()
-        for extend in value.extends:
-            if extend.snapshot_at:
-                step.extends.leave_at.add(sequence_id=extend.sequence_id, boundary_tokens=extend.snapshot_at)
+        fill_extends(step.extends, value.extends)
     for acquire in cast(Sequence[Acquire], value.acquires):
         _fill_acquire(step.acquires.add(), acquire)
     if value.rates is not None:
@@ -87,22 +59,12 @@ def encode_step(value: Step) -> cache_pb2.WorkerMessage:
         step.rates.fetch_bytes_per_s = value.rates.fetch_bytes_per_s
         step.rates.spill_bytes_per_s = value.rates.spill_bytes_per_s
     if value.inventory is not None:
-        _fill_inventory(step.inventory, value.inventory)
+        fill_inventory(step.inventory, value.inventory)
     if value.forgotten:
         step.forgotten = value.forgotten
     if value.shrinks:
-        step.shrinks.sequence_ids = array("Q", [shrink.sequence_id for shrink in value.shrinks]).tobytes()
-        step.shrinks.num_tokens = array("I", [shrink.num_tokens for shrink in value.shrinks]).tobytes()
+        fill_shrinks(step.shrinks, value.shrinks)
     return message
-
-
-def _fill_inventory(message: cache_pb2.Inventory, value: Inventory) -> None:
-    message.is_complete = value.is_complete
-    message.SetInParent()
-    for run in cast(Sequence[CachedRun], value.runs):
-        item = message.runs.add(run=run.run, parent_run=run.parent_run, tokens=run.tokens, page_ids=run.page_ids)
-        if run.namespace is not None:
-            item.namespace.CopyFrom(encode_namespace(run.namespace))
 
 
 def _fill_acquire(message: cache_pb2.Acquire, value: Acquire) -> None:
@@ -141,39 +103,12 @@ def decode_step(message: cache_pb2.Step, limits: SessionLimits) -> Step:
         _items("step.publishes", message.publishes, most, _publish, most_tokens),
         _items("step.releases", message.releases, most, _release, most_tokens),
         _items("step.adopts", message.adopts, most, _adopt, most_tokens),
-        _extends(message.extends, most) if message.HasField("extends") else (),
+        decode_extends(message.extends, most) if message.HasField("extends") else (),
         _items("step.acquires", message.acquires, most, _acquire, most_tokens),
         _rates(message.rates) if message.HasField("rates") else None,
-        _inventory(message.inventory, most, most_tokens) if message.HasField("inventory") else None,
+        decode_inventory(message.inventory, most, most_tokens) if message.HasField("inventory") else None,
         message.forgotten,
-        tuple(map(Shrink, *_lengths(message.shrinks, "step.shrinks", most))) if message.HasField("shrinks") else (),
-    )
-
-
-def _inventory(message: cache_pb2.Inventory, most: int, most_tokens: int) -> Inventory:
-    fields.at_most(len(message.runs), "step.inventory.runs", most)
-    runs: list[CachedRun | BadRun] = []
-    for item in message.runs:
-        try:
-            runs.append(_run(item, most_tokens))
-        except FieldError as error:
-            runs.append(BadRun(item.run, error.field, error.reason))
-    return Inventory(tuple(runs), message.is_complete)
-
-
-def _run(message: cache_pb2.CachedRun, most_tokens: int) -> CachedRun:
-    fields.nothing_unknown(message, "")
-    if message.parent_run and message.HasField("namespace"):
-        raise InvalidInput("namespace", "is that of the parent run")
-    fields.at_most(len(message.page_ids), "page_ids", MAX_GROUPS)
-    for i, page_ids in enumerate(message.page_ids):
-        fields.packed(page_ids, f"page_ids[{i}]", PAGE_ID_BYTES)
-    return CachedRun(
-        message.run,
-        message.parent_run,
-        None if message.parent_run else required_namespace(message, "namespace"),
-        fields.tokens(message.tokens, "tokens", most_tokens, required=True),
-        tuple(message.page_ids),
+        decode_shrinks(message.shrinks, most) if message.HasField("shrinks") else (),
     )
 
 
@@ -235,13 +170,8 @@ def _acquire(message: cache_pb2.Acquire, most_tokens: int) -> Acquire:
         message.priority,
         message.kept_tokens,
         message.bypass_cache,
-        _leave_at(message.leave_at, "leave_at"),
+        decode_boundaries(message.leave_at, "leave_at"),
     )
-
-
-def _leave_at(boundaries: Sequence[int], field: str) -> tuple[int, ...]:
-    fields.at_most(len(boundaries), field, MAX_SNAPSHOT_BOUNDARIES)
-    return tuple(boundaries)
 
 
 def _adopt(message: cache_pb2.Adopt, most_tokens: int) -> Adopt:
@@ -273,38 +203,6 @@ def _slot(message: types_pb2.SnapshotSlot, field: str) -> StateSlot:
     fields.nothing_unknown(message, field)
     fields.in_range(message.group, f"{field}.group", 0, MAX_GROUPS - 1)
     return decode_slot(message)
-
-
-def _extends(message: cache_pb2.Extends, most: int) -> tuple[Extend, ...]:
-    extends = tuple(map(Extend, *_lengths(message, "step.extends", most)))
-    return _with_leave_at(message.leave_at, extends) if message.leave_at else extends
-
-
-def _lengths(
-    message: cache_pb2.Extends | cache_pb2.Shrinks, field: str, most: int
-) -> tuple[Sequence[SequenceId], tuple[int, ...]]:
-    """Returns sequence ids and lengths in tokens. Packed arrays that do not fit together belong to no item."""
-    packed_ids = message.sequence_ids
-    fields.at_most(len(packed_ids) // fields.SEQUENCE_ID_BYTES, f"{field}.sequence_ids", most)
-    ids = fields.sequence_ids(packed_ids, f"{field}.sequence_ids")
-    packed = message.num_tokens
-    if len(packed) != LENGTH_BYTES * len(ids):
-        count = fields.packed(packed, f"{field}.num_tokens", LENGTH_BYTES)
-        raise InvalidInput(f"{field}.num_tokens", f"has {count} items for {len(ids)} sequence ids")
-    return ids, struct.unpack(f"<{len(ids)}I", packed)
-
-
-def _with_leave_at(messages: Sequence[cache_pb2.LeaveAt], extends: tuple[Extend, ...]) -> tuple[Extend, ...]:
-    field = "step.extends.leave_at"
-    fields.at_most(len(messages), field, len(extends))
-    fields.unique((message.sequence_id for message in messages), f"{field}.sequence_id")
-    named = {
-        message.sequence_id: _leave_at(message.boundary_tokens, f"{field}.boundary_tokens") for message in messages
-    }
-    out = tuple(extend._replace(snapshot_at=named.pop(extend.sequence_id, ())) for extend in extends)
-    if named:
-        raise InvalidInput(f"{field}.sequence_id", f"{next(iter(named))} is no sequence that is extended")
-    return out
 
 
 def _rates(message: cache_pb2.Rates) -> Rates:
