@@ -222,10 +222,10 @@ async def serve(config: CacheConfig, announce: Callable[[str], None]) -> None:
 
 
 def _announcement(service: CacheService) -> str:
-    addresses = {"admin": service.admin_address, "metrics": service.metrics_address}
     return announcement(
         "cache_service",
-        address=str(service.address),
-        **{name: str(address or "") for name, address in addresses.items()},
+        address=service.address,
+        admin=service.admin_address,
+        metrics=service.metrics_address,
         epoch=service.epoch,
     )

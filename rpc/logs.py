@@ -9,6 +9,7 @@ import time
 from typing import Any, TextIO
 from urllib.parse import SplitResult, urlsplit
 
+from rpc.address import HostPort
 from rpc.request_id import current_request_id
 
 REDACTED = "***"
@@ -24,11 +25,11 @@ def set_up_logging(service: str, level: str = "info", stream: TextIO | None = No
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 
-def announcement(service: str, **facts: str) -> str:
+def announcement(service: str, **facts: str | HostPort | None) -> str:
     """Returns a JSON line in the form of the log that says where a service listens. Empty facts are left out."""
     head = {"time": _timestamp(time.time()), "level": "info", "service": service, "logger": service}
     said = {"message": "listening", "event": "listening"}
-    return json.dumps({**head, **said, **{name: fact for name, fact in facts.items() if fact}})
+    return json.dumps({**head, **said, **{name: str(fact) for name, fact in facts.items() if fact}})
 
 
 class Outage:

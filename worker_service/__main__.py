@@ -28,9 +28,10 @@ def main() -> int:
     # --help and a typo do not wait for PyTorch.
     from rpc.server import CannotListen
     from worker_service import bootstrap
+    from worker_service.compute import prepare
 
     try:
-        compute = bootstrap.prepare(config)
+        compute = prepare(config)
         run(bootstrap.serve(config, compute, _announce))
     except RedisUrlError as error:
         return _complain(f"redis_url: {error}", USAGE_ERROR)

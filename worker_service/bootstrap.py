@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import secrets
-import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -22,7 +20,7 @@ from rpc.client import open_channel
 from rpc.collector import SHORT_LIVED, seldom_collected
 from rpc.deadline import deadlines
 from rpc.errors import errors_to_status
-from rpc.health import NOT_SERVING, SERVING
+from rpc.health import NOT_SERVING
 from rpc.interceptor import Middleware
 from rpc.lifecycle import stop_event
 from rpc.logs import announcement
@@ -38,14 +36,14 @@ from session.protocol import WORKER_CAPABILITIES
 from session.words import WorkerId
 from tier_client.redis_tier import RedisTier, RedisTierConfig
 from worker_service.cache_client import CacheClient, ClientLimits
-from worker_service.compute import Compute, prepare
+from worker_service.compute import Compute
 from worker_service.config import WorkerConfig
-from worker_service.core.errors import DeviceLost
 from worker_service.core.launch_plan import SchedulerConfig
 from worker_service.core.ports import HostTier
 from worker_service.core.scheduler import Scheduler
 from worker_service.engine import Engine
 from worker_service.fingerprint import fingerprint
+from worker_service.health import follow_health
 from worker_service.host_tier.memory import MemoryTier
 from worker_service.host_tier.metered import Measure, MeteredTier
 from worker_service.launch.device_runner import DeviceRunner
@@ -57,14 +55,10 @@ from worker_service.tier_watch import TierWatch
 from worker_service.transfer.moved_pages import PageFrame
 from worker_service.transfer.page_mover import MoverLimits, PageMover
 
-__all__ = ["Compute", "WorkerService", "fingerprint", "prepare", "running", "serve"]
-
 SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["ModelWorker"].full_name
 ADMIN_NAME = worker_pb2.DESCRIPTOR.services_by_name["WorkerAdmin"].full_name
 CALL_TIMEOUT_S = 30.0
 STOP_GRACE_S = 2.0
-# Enough for the calls' last responses and a Goodbye.
-LOST_DEVICE_EXIT_S = 10.0
 
 _log = logging.getLogger("worker_service")
 
@@ -237,7 +231,7 @@ async def _engine(worker: _Worker) -> AsyncIterator[asyncio.Task[None]]:
     engine = worker.engine
     task = asyncio.create_task(engine.run(), name="engine")
     watch = asyncio.create_task(worker.tier_watch.run(engine.reconnect_soon), name="tier-watch")
-    health = asyncio.create_task(_follow_health(worker), name="health")
+    health = asyncio.create_task(follow_health(engine, worker.server.health), name="health")
     try:
         yield task
     finally:
@@ -253,28 +247,6 @@ async def _engine(worker: _Worker) -> AsyncIterator[asyncio.Task[None]]:
         await asyncio.gather(task, return_exceptions=True)
         if worker.config.trace_path:
             engine.trace.write(Path(worker.config.trace_path))
-
-
-async def _follow_health(worker: _Worker) -> None:
-    """Health is SERVING from the first session until the drain; while there is no session, requests queue."""
-    await worker.engine.connected.wait()
-    await worker.server.health.set_all(SERVING)
-    await worker.engine.draining.wait()
-    await worker.server.health.set_all(NOT_SERVING)
-    if isinstance(worker.engine.fault, DeviceLost):
-        _end_process_within(LOST_DEVICE_EXIT_S)
-
-
-def _end_process_within(seconds: float) -> None:
-    """Ends the process with code 1 after that time: threads that wait for a lost device may never return."""
-
-    def end() -> None:
-        _log.error("the process did not end within %g s after the loss of the device", seconds)
-        os._exit(1)
-
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
 
 
 async def serve(config: WorkerConfig, compute: Compute, announce: Callable[[str], None]) -> None:
@@ -294,11 +266,11 @@ async def serve(config: WorkerConfig, compute: Compute, announce: Callable[[str]
 
 
 def _announcement(service: WorkerService) -> str:
-    addresses = {"admin": service.admin_address, "metrics": service.metrics_address}
     return announcement(
         "worker_service",
-        address=str(service.address),
-        **{name: str(address or "") for name, address in addresses.items()},
+        address=service.address,
+        admin=service.admin_address,
+        metrics=service.metrics_address,
         worker_id=service.worker_id,
         incarnation=service.incarnation,
     )

@@ -12,7 +12,8 @@ import tokenizers
 
 from register_qa import Question, Register
 from tests.e2e.client import Answer, Client
-from worker_service import bootstrap
+from worker_service.bootstrap import running
+from worker_service.compute import prepare
 from worker_service.config import WorkerConfig
 from worker_service.core.batch import Batch
 from worker_service.core.state_rows import StateRows
@@ -100,9 +101,9 @@ async def open_stand(client: Client, cache: str, model: Path, **settings: Any) -
     addresses = {"cache": cache, "listen": "127.0.0.1:0", "admin_listen": ""}
     usual = {"device": "cpu", "threads": 1, "pool_mb": 64, "page_tokens": PAGE}
     config = WorkerConfig(str(model), **{**addresses, **usual, **settings})
-    compute = bootstrap.prepare(config)
+    compute = prepare(config)
     watched = WatchedRunner(compute.runner)
-    async with bootstrap.running(config, compute._replace(runner=cast(Runner, watched))) as service:
+    async with running(config, compute._replace(runner=cast(Runner, watched))) as service:
         await service.engine.connected.wait()
         tokenizer = tokenizers.Tokenizer.from_file(str(model / TOKENIZER))
         yield Stand(client, str(service.address), compute.pools, tokenizer, watched)

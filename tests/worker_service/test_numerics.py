@@ -13,9 +13,10 @@ from cli.random_model import make_random_model
 from kernels.backend import Backend
 from kernels.grouped_linear import Fp8Experts, Mxfp4Experts
 from tests.worker_service.model_kit import CPU
-from worker_service import bootstrap
+from worker_service.compute import prepare
 from worker_service.config import WorkerConfig
 from worker_service.core.errors import ModelError
+from worker_service.fingerprint import fingerprint
 from worker_service.model import device as model_device
 from worker_service.model.device import numerics, pick_expert_formats, pick_page_dtype
 
@@ -57,13 +58,13 @@ def test_a_patch_release_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_fingerprint_holds_numerics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_random_model(tmp_path / "model")
     settings: dict[str, Any] = {"model": str(tmp_path / "model"), "device": "cpu", "threads": 1, "max_model_len": 64}
-    first = bootstrap.prepare(WorkerConfig(**settings, pool_pages=8))
-    wanted = bootstrap.fingerprint(first)
-    assert bootstrap.fingerprint(bootstrap.prepare(WorkerConfig(**settings, pool_pages=9))) == wanted
-    slow = bootstrap.prepare(WorkerConfig(**settings, pool_pages=8, kernel_backend="reference"))
-    assert bootstrap.fingerprint(slow) != wanted
+    first = prepare(WorkerConfig(**settings, pool_pages=8))
+    wanted = fingerprint(first)
+    assert fingerprint(prepare(WorkerConfig(**settings, pool_pages=9))) == wanted
+    slow = prepare(WorkerConfig(**settings, pool_pages=8, kernel_backend="reference"))
+    assert fingerprint(slow) != wanted
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "SOMETHING")
-    assert bootstrap.fingerprint(first) != wanted
+    assert fingerprint(first) != wanted
 
 
 def test_workers_that_cut_pages_otherwise_share_none(tmp_path: Path) -> None:
@@ -71,7 +72,7 @@ def test_workers_that_cut_pages_otherwise_share_none(tmp_path: Path) -> None:
     make_random_model(tmp_path / "model")
     settings: dict[str, Any] = {"model": str(tmp_path / "model"), "device": "cpu", "threads": 1, "max_model_len": 64}
     cut = {
-        part_kb: bootstrap.fingerprint(bootstrap.prepare(WorkerConfig(**settings, pool_pages=8, host_part_kb=part_kb)))
+        part_kb: fingerprint(prepare(WorkerConfig(**settings, pool_pages=8, host_part_kb=part_kb)))
         for part_kb in (1, 2, 1024, 4096)
     }
     assert cut[1024] == cut[4096]
@@ -85,11 +86,10 @@ def test_workers_with_other_segments_of_attention_share_no_pages(
     make_random_model(tmp_path / "model")
     settings: dict[str, Any] = {"model": str(tmp_path / "model"), "device": "cpu", "threads": 1, "max_model_len": 64}
     whole, first, second = (
-        bootstrap.prepare(WorkerConfig(**settings, pool_pages=8, attention_segment_tokens=tokens))
-        for tokens in (0, 4096, 8192)
+        prepare(WorkerConfig(**settings, pool_pages=8, attention_segment_tokens=tokens)) for tokens in (0, 4096, 8192)
     )
-    assert len({bootstrap.fingerprint(compute) for compute in (whole, first, second)}) == 3
-    assert bootstrap.fingerprint(first._replace(segment_tokens=0)) == bootstrap.fingerprint(whole)
+    assert len({fingerprint(compute) for compute in (whole, first, second)}) == 3
+    assert fingerprint(first._replace(segment_tokens=0)) == fingerprint(whole)
     said = [record.message for record in caplog.records if "attention_segment_tokens" in record.message]
     assert said == ["attention_segment_tokens changes nothing here"] * 2
 
@@ -98,15 +98,15 @@ def test_pages_of_another_dtype_are_smaller_and_other_pages(tmp_path: Path) -> N
     make_random_model(tmp_path / "model")
     settings: dict[str, Any] = {"model": str(tmp_path / "model"), "device": "cpu", "threads": 1, "max_model_len": 64}
     wide, narrow = (
-        bootstrap.prepare(WorkerConfig(**settings, pool_mb=1, kv_dtype=kv_dtype)) for kv_dtype in ("auto", "fp8_e4m3")
+        prepare(WorkerConfig(**settings, pool_mb=1, kv_dtype=kv_dtype)) for kv_dtype in ("auto", "fp8_e4m3")
     )
     (wide_pool,), (narrow_pool,) = wide.pools.specs(), narrow.pools.specs()
     assert 4 * narrow_pool.page_bytes == wide_pool.page_bytes
     # Page 0, which belongs to nobody, is a part of the budget.
     assert narrow_pool.num_pages + 1 == 4 * (wide_pool.num_pages + 1)
-    half = bootstrap.prepare(WorkerConfig(**settings, pool_mb=1, kv_dtype="fp8_e4m3", dtype="bfloat16"))
+    half = prepare(WorkerConfig(**settings, pool_mb=1, kv_dtype="fp8_e4m3", dtype="bfloat16"))
     assert half.pools.layout_id == narrow.pools.layout_id
-    assert len({bootstrap.fingerprint(compute) for compute in (wide, narrow, half)}) == 3
+    assert len({fingerprint(compute) for compute in (wide, narrow, half)}) == 3
 
 
 def test_the_dtype_of_pages_is_checked_against_the_card(card: SimpleNamespace) -> None:
