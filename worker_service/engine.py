@@ -3,7 +3,7 @@
     event loop   complete k-1 · step -> reply · plan and submit k+1 · deliver    complete k · step -> ...
     device       [------------------ launch k ------------------][------------ launch k+1 ------------]
 
-The scheduler decides what runs, the launcher runs it, the mover moves pages, the delivery streams tokens. Each pass of
+The scheduler decides what runs, the launcher runs it, transfers move pages, the delivery streams tokens. Each pass of
 the loop takes what has come (a reply, an ended launch, a Welcome), and starts what can be started; it waits for nothing
 but news. A cache service that is slow or away stops nothing that has room; what lacks pages takes them by itself
 (outage.py). One event loop owns all of this, so nothing here needs a lock.
@@ -20,8 +20,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from session.messages import Ack, Forget
-from session.words import Namespace, SequenceId, TicketId
+from session.messages import Ack
+from session.words import Namespace, SequenceId
 from worker_service.core.errors import Draining, SessionLost, WorkerStopped
 from worker_service.core.ports import CachePort, Mover
 from worker_service.core.reply_handler import Applied
@@ -34,8 +34,10 @@ from worker_service.launch.launcher import Launcher, NewTokens
 from worker_service.launch_meter import LaunchMeter
 from worker_service.observer import Observer
 from worker_service.outage import Outages
+from worker_service.page_transfers import PageTransfers
+from worker_service.rate_meter import RateMeter
 from worker_service.session_keeper import SessionKeeper
-from worker_service.step_exchange import StepExchange
+from worker_service.step_exchange import Exchanged, StepExchange
 from worker_service.trace import EngineTrace, Span
 
 # How long an idle engine waits before it asks again for a request that was refused.
@@ -75,19 +77,20 @@ class Engine:
         self.scheduler = scheduler
         self._cache = cache
         self._launcher = launcher
-        self._mover = make_mover(self._on_ack)
         self._observer = observer
         # Set by whatever gives the loop something to do.
         self._wake = asyncio.Event()
         self._stopping = asyncio.Event()
+        self._rates = RateMeter()
+        self._transfers = PageTransfers(scheduler, cache, make_mover, self._rates, self._news)
+        self._mover = self._transfers.mover
         self._delivery = Delivery(scheduler, observer)
         self._exchange = StepExchange(cache, self._wake.set)
         self._session = SessionKeeper(scheduler, cache, self._mover, self._stopping, self._wake.set)
         self._outages = Outages(scheduler, self._exchange, self._session, observer, detach_after_s)
         self._numbers = itertools.count(1)
-        self._fetch_tickets: set[TicketId] = set()
         self.trace = EngineTrace()
-        self._meter = LaunchMeter(scheduler, observer, self.trace)
+        self._meter = LaunchMeter(scheduler, observer, self.trace, self._rates)
         # Whether something happened that the next step may tell or ask.
         self._has_news = True
         self.connected = asyncio.Event()
@@ -157,7 +160,7 @@ class Engine:
 
     async def run(self) -> None:
         """Serves until `stop`. Raises SessionRefused, DeviceLost, RequestFailed, or an unexpected error."""
-        orders = asyncio.create_task(self._pump_orders(), name="spill-orders")
+        orders = asyncio.create_task(self._transfers.follow_orders(self._session.ask_for_hello), name="orders")
         try:
             self._session.connect()
             while not self._stopping.is_set():
@@ -214,11 +217,19 @@ class Engine:
             exchanged = self._exchange.take()
             if exchanged is None:
                 return False
-            self._follow(self.scheduler.apply(exchanged.reply))
+            applied = self.scheduler.apply(exchanged.reply)
         except SessionLost as lost:
             self._delivery.fail_each(self._session.count(lost))
             self._end_session(str(lost))
             return True
+        self._follow_reply(exchanged, applied)
+        return True
+
+    def _follow_reply(self, exchanged: Exchanged, applied: Applied) -> None:
+        if applied.fetches:
+            # The granted pages may have been freed by sequences of launches in flight, which still write to them.
+            self._transfers.fetch(applied.fetches, self._launcher.barrier())
+        self._delivery.fail_each(applied.failed)
         self._session.replied()
         self._outages.patience.replied(exchanged.end_s - exchanged.start_s)
         self._has_news |= self.scheduler.num_waiting > 0 or self.scheduler.is_restoring
@@ -226,14 +237,6 @@ class Engine:
             _log.warning("run %d of the inventory was refused: %s %s", refusal.run, refusal.field, refusal.detail)
         self._observer.stepped(exchanged.end_s - exchanged.start_s)
         self.trace.note(Span("step", exchanged.step_id, exchanged.start_s, exchanged.end_s))
-        return True
-
-    def _follow(self, applied: Applied) -> None:
-        for fetch in applied.fetches:
-            self._fetch_tickets.add(fetch.transfer.ticket)
-            # The granted pages may have been freed by sequences of launches in flight, which still write to them.
-            self._mover.fetch(fetch.transfer, self._launcher.barrier())
-        self._delivery.fail_each(applied.failed)
 
     def _take_launch(self) -> NewTokens | None:
         """Gives the tokens of a launch that has ended to the scheduler; None when none has."""
@@ -270,7 +273,7 @@ class Engine:
         if not may_say or self._exchange.is_open or not self._session.is_open:
             return False
         self._has_news = False
-        self.scheduler.report_rates(self._meter.rates.rates())
+        self.scheduler.report_rates(self._rates.rates())
         step = self.scheduler.next_step()
         if step is None:
             return False
@@ -316,7 +319,7 @@ class Engine:
         self._has_news = True
         self._wake.set()
 
-    # -- transfers and the session --
+    # -- the session --
 
     def _follow_session(self) -> bool:
         """Begins a new session when one is due, and follows its Welcome. Returns whether it did."""
@@ -345,28 +348,6 @@ class Engine:
         _log.warning("the session ends: %s", reason)
         self._observer.session_lost()
         self._session.connect()
-
-    def _on_ack(self, ack: Ack) -> None:
-        if ack.ticket in self._fetch_tickets:
-            self._fetch_tickets.discard(ack.ticket)
-            self._meter.rates.fetched(ack)
-        else:
-            self._meter.rates.spilled(ack)
-        self.scheduler.report(ack)
-        self._news()
-
-    async def _pump_orders(self) -> None:
-        while True:
-            try:
-                order = await self._cache.next_order()
-                if isinstance(order, Forget):
-                    self.scheduler.forget(order)
-                    self._news()
-                else:
-                    self._mover.spill(order)
-            except SessionLost as lost:
-                # An idle engine says nothing, so it would not notice.
-                self._session.ask_for_hello(str(lost))
 
 
 def _set_soon(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:

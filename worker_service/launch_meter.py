@@ -14,11 +14,11 @@ _log = logging.getLogger(__name__)
 
 
 class LaunchMeter:
-    def __init__(self, scheduler: Scheduler, observer: Observer, trace: EngineTrace) -> None:
+    def __init__(self, scheduler: Scheduler, observer: Observer, trace: EngineTrace, rates: RateMeter) -> None:
         self._scheduler = scheduler
         self._observer = observer
         self._trace = trace
-        self.rates = RateMeter()
+        self._rates = rates
         self._goes_on = False
 
     def ended(self, ended: EndedLaunch) -> None:
@@ -30,7 +30,7 @@ class LaunchMeter:
             self._note_failure(ended, error)
             return
         busy_s, idle_s = ended.times or (ended.end_s - ended.start_s, 0.0)
-        self.rates.launched(batch.num_tokens - batch.num_decode_seqs, batch.num_tokens, busy_s)
+        self._rates.launched(batch.num_tokens - batch.num_decode_seqs, batch.num_tokens, busy_s)
         self._observer.launched(batch.num_tokens, busy_s, idle_s if self._goes_on else 0.0)
 
     def goes_on(self, has_running: bool) -> None:
