@@ -1,4 +1,4 @@
-"""The shared host tier's keys, in the background: deletes, touches, the scan after a restart, and the sentinel's watch.
+"""The shared host tier's keys, in the background: the scan after a restart, the sentinel's watch, deletes and touches.
 
 Never reads or writes a value, and decides nothing: which keys go and what a lost store means is the manager's to say.
 """
@@ -8,29 +8,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
 
-from cache_service.clear_marks import ClearMarks
+from cache_service.clear_marks import FAILURES, ClearMarks
 from cache_service.core.cache_manager import CacheManager
 from cache_service.core.host.host_key import scan_prefix
+from cache_service.key_changes import ChangeLimits, KeyChanges
 from cache_service.key_scan import find_keys, with_ends_ms
 from session.protocol import SENTINEL_KEY
 
 ADOPTED_AT_ONCE = 512
-
-# How far apart two touched keys end: more than what a command's way to the store varies by.
-TOUCH_GAP_MS = 4
-BATCH_GAP_MS = 100
-FAILURES = (RedisError, OSError, TimeoutError)
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +37,9 @@ class HostKeysConfig:
     max_queued_keys: int = 65_536
     keys_per_command: int = 256
     scan_pause_s: float = 0.002
+
+    def change_limits(self) -> ChangeLimits:
+        return ChangeLimits(self.ttl_ms, self.max_queued_keys, self.keys_per_command, self.watch_interval_s)
 
 
 class InvalidRedisUrl(ValueError):
@@ -79,22 +75,17 @@ class RedisHostKeys:
         self._manager = manager
         self._config = config or HostKeysConfig()
         self._clock = clock
-        self._deletes: deque[bytes] = deque()
-        self._touches: deque[bytes] = deque()
-        self._work_waits = asyncio.Event()
         self._scanned: set[tuple[str, bytes]] = set()
         self._foreign: set[str] = set()
-        self._last_end_ms = 0
         self._marks = ClearMarks(client, self._config.ttl_ms)
+        self._changes = KeyChanges(client, self._config.change_limits(), clock)
         self._seen = ""
         self._failing = False
         self._closing = False
         self._tasks: list[asyncio.Task[None]] = []
-        self.num_dropped = 0
-        """Keys that found the queue full: they end by their time to live."""
 
     def start(self) -> None:
-        turns = (self._watch, self._scan, self._carry_out)
+        turns = (self._watch, self._scan, self._changes.send)
         self._tasks = [asyncio.create_task(self._for_ever(turn)) for turn in turns]
 
     async def _for_ever(self, turn: Callable[[], Awaitable[None]]) -> None:
@@ -116,11 +107,11 @@ class RedisHostKeys:
         await self._client.aclose()
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        self._queue(self._deletes, keys)
+        self._changes.delete(keys)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Queues keys whose time to live is to be refreshed, in this order."""
-        self._queue(self._touches, keys)
+        self._changes.touch(keys)
 
     async def clear_begins(self) -> None:
         """Marks a Clear call, before rows are forgotten: until their keys are deleted a restarted service adopts
@@ -132,54 +123,13 @@ class RedisHostKeys:
 
     @property
     def has_room(self) -> bool:
-        """Returns whether half of the queue is free, so that thousands of keys can be queued without loss."""
-        return max(len(self._deletes), len(self._touches)) <= self._config.max_queued_keys // 2
+        """Returns whether thousands of keys can be queued without loss."""
+        return self._changes.has_room
 
-    def _queue(self, queue: deque[bytes], keys: Sequence[bytes]) -> None:
-        room = self._config.max_queued_keys - len(queue)
-        queue.extend(islice(keys, max(0, room)))
-        self.num_dropped += max(0, len(keys) - room)
-        self._work_waits.set()
-
-    # Deletes and touches
-
-    async def _carry_out(self) -> None:
-        await self._work_waits.wait()
-        while self._deletes or self._touches:
-            if not await self._carry_out_batch():
-                await asyncio.sleep(self._config.watch_interval_s)
-        self._work_waits.clear()
-
-    async def _carry_out_batch(self) -> bool:
-        """Sends one batch of each kind. What failed is queued again; both commands may be repeated without harm."""
-        size = self._config.keys_per_command
-        deletes, touches = list(islice(self._deletes, size)), list(islice(self._touches, size))
-        try:
-            async with self._client.pipeline(transaction=False) as pipeline:
-                if deletes:
-                    pipeline.unlink(*deletes)
-                for key, life_ms in zip(touches, self._lives_in_order(len(touches)), strict=True):
-                    pipeline.pexpire(key, life_ms)
-                await pipeline.execute()
-        except FAILURES as error:
-            log.debug("host keys could not be deleted or touched", extra={"reason": str(error)})
-            return False
-        for queue, done in ((self._deletes, deletes), (self._touches, touches)):
-            for _ in done:
-                queue.popleft()
-        return True
-
-    def _lives_in_order(self, count: int) -> list[int]:
-        """Returns the times to live of `count` keys, in ms.
-
-        Longer than `ttl_ms` where keys would otherwise not end in the order of their touches.
-        """
-        now_ms, ttl_ms = self._clock(), self._config.ttl_ms
-        first_ms = max(now_ms + ttl_ms, self._last_end_ms + BATCH_GAP_MS)
-        if first_ms > now_ms + ttl_ms + ttl_ms // 8:
-            first_ms = now_ms + ttl_ms
-        self._last_end_ms = first_ms + count * TOUCH_GAP_MS
-        return [first_ms - now_ms + number * TOUCH_GAP_MS for number in range(count)]
+    @property
+    def num_dropped(self) -> int:
+        """Returns how many keys found the queue full; they end by their time to live."""
+        return self._changes.num_dropped
 
     # The sentinel
 
@@ -245,7 +195,7 @@ class RedisHostKeys:
                 await self._adopt_rows(tier, fingerprint)
             elif tier in self._foreign:
                 self._manager.tiers.end_scan(tier, fingerprint)
-        if not self._deletes and not self._manager.tiers.num_deletes():
+        if not self._changes.deletes and not self._manager.tiers.num_deletes():
             await self._marks.remove()
         await asyncio.sleep(self._config.watch_interval_s)
 

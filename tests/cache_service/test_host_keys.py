@@ -163,7 +163,7 @@ async def test_rows_are_adopted_in_the_order_of_their_last_use(server: RedisProc
     first, then = (RedisHostKeys(open_client(server.url, 0.3), told, CONFIG) for told in (Rows(), rows))
     first.start()
     first.touch(names)
-    await until(lambda: not first._touches)
+    await until(lambda: not first._changes.touches)
     await first.close()
     then.start()
     await until(lambda: len(rows.adopted.get(("tier-1", FINGERPRINT), ())) == 300)
@@ -183,7 +183,7 @@ async def test_a_clear_that_was_cut_short_is_finished_by_the_next_service(
     if finished:
         await until(lambda: not redis.keys(b"stemcache:1:clearing:*"))
     else:
-        before._deletes.extend([key(1)] * 3)
+        before._changes.deletes.extend([key(1)] * 3)
         await before.close()
         await before._marks.begin([FINGERPRINT])
     await before.close()
@@ -257,7 +257,7 @@ async def test_queues_are_bounded(server: RedisProcess, rows: Rows) -> None:
     keys.delete([key(number) for number in range(8)])
     keys.delete([key(number) for number in range(8, 20)])
     keys.touch([key(1)])
-    assert (len(keys._deletes), len(keys._touches), keys.num_dropped) == (10, 1, 10)
+    assert (len(keys._changes.deletes), len(keys._changes.touches), keys.num_dropped) == (10, 1, 10)
     await keys.close()
 
 
