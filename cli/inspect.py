@@ -74,7 +74,10 @@ def explain(
         return
     if not prompt:
         raise typer.BadParameter("give a prompt, --attachment or --page-ids", param_hint="PROMPT")
+    _explain_prompt(output, cache, worker, prompt, salt)
 
+
+def _explain_prompt(output: Output, cache: str, worker: str, prompt: str, salt: str) -> None:
     async def ask() -> tuple[int, cache_pb2.ExplainResponse]:
         async with StemcacheClient(find_cache(cache), find_workers(worker)) as client:
             tokenized = await client.tokenize(await client.healthy_worker(), prompt, salt)

@@ -17,8 +17,9 @@ from rich.console import Group, RenderableType
 from cache_service.core.device.eviction_order import POLICIES
 from cli.addresses import CannotStart
 from cli.app import JsonOption, app, check_choice, fail, run
-from cli.cluster import HOST_TIERS, Cluster, ClusterOptions, start_cluster
+from cli.cluster import Cluster, ClusterOptions, start_cluster
 from cli.demo import as_json, passed, play
+from cli.host_tier import HOST_TIERS
 from cli.model_to_serve import HYBRID, RANDOM, model_to_serve
 from cli.output import Output, plain, table
 from cli.places import command_name
@@ -169,29 +170,27 @@ async def _serve(options: ClusterOptions, output: Output) -> None:
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
             return
-        cluster = starting.result()
-        record = RunRecord(
-            os.getpid(),
-            cluster.cache,
-            cluster.workers,
-            cluster.cache_metrics,
-            cluster.cache_admin,
-            cluster.worker_admins,
-        )
-        write_record(record)
-        output.show(_welcome(cluster))
-        output.emit(
-            {
-                "pid": record.pid,
-                "cache": cluster.cache,
-                "cache_metrics": cluster.cache_metrics,
-                "workers": dict(zip(cluster.worker_names, cluster.workers, strict=True)),
-                "worker_metrics": dict(zip(cluster.worker_names, cluster.worker_metrics, strict=True)),
-                "host_tier": cluster.host_tier,
-            }
-        )
+        _announce(starting.result(), output)
         await stopping
         output.progress("stopping")
+
+
+def _announce(cluster: Cluster, output: Output) -> None:
+    """Tells other commands, and who started this one, where everything is."""
+    cache, workers = cluster.cache, cluster.workers
+    record = RunRecord(os.getpid(), cache, workers, cluster.cache_metrics, cluster.cache_admin, cluster.worker_admins)
+    write_record(record)
+    output.show(_welcome(cluster))
+    output.emit(
+        {
+            "pid": record.pid,
+            "cache": cache,
+            "cache_metrics": cluster.cache_metrics,
+            "workers": dict(zip(cluster.worker_names, workers, strict=True)),
+            "worker_metrics": dict(zip(cluster.worker_names, cluster.worker_metrics, strict=True)),
+            "host_tier": cluster.host_tier,
+        }
+    )
 
 
 def _welcome(cluster: Cluster) -> RenderableType:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cli import addresses, cluster, serve
+from cli import addresses, host_tier, serve
 from cli.addresses import CannotStart, choose, connectable, free_port
 from cli.devices import has_gpu, placements
 from cli.evaluation import command as evaluation
@@ -297,7 +297,7 @@ def test_choices_are_those_of_the_worker() -> None:
     """Written again in the command, which is in the cache service's image too, where no worker is."""
     assert serve.DEVICES == config.DEVICES
     assert evaluation.KV_DTYPES == config.KV_DTYPES
-    assert set(cluster.HOST_TIERS) == {"auto", *config.TIERS}
+    assert set(host_tier.HOST_TIERS) == {"auto", *config.TIERS}
 
 
 def test_workers_on_one_gpu_share_its_memory() -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import grpc
 import pytest
 
+from cli.addresses import free_port
 from cli.client import wait_serving
-from cli.cluster import free_port
 from cli.supervisor import ChildSpec, Supervisor
 from tests.e2e.conftest import Starter
 from tests.e2e.processes import ServiceProcess
