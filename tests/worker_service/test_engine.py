@@ -49,14 +49,14 @@ async def test_many_requests_at_once_each_get_their_own_answer() -> None:
 async def test_launches_that_end_at_once_leave_the_loop_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many passes with something to do as a long answer has launches: sockets are served between them."""
     async with running_engine() as harness:
-        passes, original, turns = 0, harness.engine._pass, 0
+        passes, original, turns = 0, harness.engine._loop._pass, 0
 
         def busy() -> bool:
             nonlocal passes
             passes += 1
             return original() or passes < 400
 
-        monkeypatch.setattr(harness.engine, "_pass", busy)
+        monkeypatch.setattr(harness.engine._loop, "_pass", busy)
         harness.ask(prompt_of(3, 5), 2)
         while passes < 400:
             await asyncio.sleep(0)
