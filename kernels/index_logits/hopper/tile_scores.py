@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from kernels.hopper.barriers import release_read
 from kernels.hopper.registers import opaque
 from kernels.hopper.work_queue import take
 
@@ -50,7 +51,7 @@ def score_rows(
         done = warpgroup_mma_wait(PRODUCTS - 1, deps=[scores])
         weight = weights.index(s).load(HEAD)
         if PRODUCTS == 1:
-            mbarrier.arrive(q_empty.index(s), count=1)
+            release_read(q_empty.index(s))
         store_logits(done, weight, factor, key, row, count, out_ptr, max_keys, HAS_SCALES)
         t = (step + 1) % STAGES
         if i + 1 < CHAINED:
@@ -58,7 +59,7 @@ def score_rows(
             scores = product(held, queries, t, zeros)
         if PRODUCTS == 2:
             done = warpgroup_mma_wait(1 if i + 1 < CHAINED else 0, deps=[scores_2])
-            mbarrier.arrive(q_empty.index(s), count=1)
+            release_read(q_empty.index(s))
             store_logits(done, weight, factor_2, key + KEYS, row, count, out_ptr, max_keys, HAS_SCALES)
             if i + 1 < CHAINED:
                 scores_2 = product(held_2, queries, t, zeros)
