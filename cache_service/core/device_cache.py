@@ -19,8 +19,8 @@ from cache_service.core.device.transfer_table import TicketIds, TransferTable
 from cache_service.core.device.unit_times import UnitTimes
 from cache_service.core.host.breaker import Breaker
 from cache_service.core.host.hash_index import HostView
-from cache_service.core.kinds.group import SparseGroup
 from cache_service.core.kinds.layout import make_groups, make_layout
+from cache_service.core.kinds.sparse_group import SparseGroup
 from session.messages import Hello, Rates
 from session.words import HASH_BYTES, PAGE_ID_BYTES, MissReason, PageHash
 

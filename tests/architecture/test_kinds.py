@@ -16,7 +16,7 @@ KINDS = ROOT / "cache_service/core/kinds"
 PAIRS = {"cache_service/core/device_cache.py"}
 # Of a cache: its groups of the one way or of the other. To go over them is fine, to decide by them is not.
 WAYS = {"sparse", "pools", "full_pools"}
-SHARED = {"__init__", "group", "layout", "registry"}
+SHARED = {"__init__", "group", "layout", "registry", "sparse_group"}
 
 
 def kind_files() -> set[str]:

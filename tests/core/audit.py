@@ -12,7 +12,8 @@ from cache_service.core.device.radix_node import Node
 from cache_service.core.device.sparse_pages import Retention
 from cache_service.core.device_cache import DeviceCache
 from cache_service.core.host.hash_index import HashIndex
-from cache_service.core.kinds.group import Group, SparseGroup, present
+from cache_service.core.kinds.group import Group, present
+from cache_service.core.kinds.sparse_group import SparseGroup
 from session.words import HASH_BYTES, PAGE_ID_BYTES, Transfer, WorkerId
 
 

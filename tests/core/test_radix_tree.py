@@ -76,10 +76,10 @@ def test_a_cut_tail_reads_evicted_and_comes_back() -> None:
     assert unpack(tree.cut(leaf, 1)[0]) == [3]
     assert unpack(tree.cut(leaf, 1)[0]) == [2]
     assert tree.walk(root, prompt[: 2 * 4], 0, 2 * 4) == Walk(leaf, None, pages=0)
-    assert tree.ghost_at(root, prompt, 1) == Ghost(GhostKind.ONCE, 1, 0)
-    assert tree.ghost_at(root, prompt, 0) is None and tree.ghosts.num_pages == 2
-    assert tree.take_ghosts(leaf, prompt, 2 * 4, len(prompt)) == 2
-    assert tree.take_ghosts(leaf, prompt, 2 * 4, len(prompt)) == 0 == tree.ghosts.num_pages
+    assert tree.run_marks.find(root, prompt, 1) == Ghost(GhostKind.ONCE, 1, 0)
+    assert tree.run_marks.find(root, prompt, 0) is None and tree.ghosts.num_pages == 2
+    assert tree.run_marks.take(leaf, prompt, 2 * 4, len(prompt)) == 2
+    assert tree.run_marks.take(leaf, prompt, 2 * 4, len(prompt)) == 0 == tree.ghosts.num_pages
 
 
 def test_a_node_without_pages_leaves_and_an_empty_root_goes() -> None:
@@ -90,14 +90,14 @@ def test_a_node_without_pages_leaves_and_an_empty_root_goes() -> None:
     tree.cut(leaves[1], 2, is_cleared=True)
     assert not tree.roots and not tree.num_nodes and tree.ghosts.num_pages == 4
     root = tree.root(NS)
-    kinds = [tree.ghost_at(root, tokens(i, i, i, 0), 0) for i in (1, 2, 3)]
+    kinds = [tree.run_marks.find(root, tokens(i, i, i, 0), 0) for i in (1, 2, 3)]
     assert [ghost and ghost.kind for ghost in kinds] == [GhostKind.ONCE, GhostKind.CLEARED, None]
 
 
 def test_what_was_cleared_is_no_use_when_it_comes_back() -> None:
     tree = make()
     tree.cut(put(tree, tree.root(NS), tokens(1, 1), 1), 1, is_cleared=True)
-    assert tree.take_ghosts(tree.root(NS), tokens(1, 1), 0, 2 * 4) == 0
+    assert tree.run_marks.take(tree.root(NS), tokens(1, 1), 0, 2 * 4) == 0
 
 
 def test_prompts_that_part_inside_an_evicted_run_are_told_apart() -> None:
@@ -112,9 +112,9 @@ def test_prompts_that_part_inside_an_evicted_run_are_told_apart() -> None:
         tree.cut(leaf, count)
     root = tree.root(NS)
     assert tree.ghosts.num_pages == 3 * stride
-    marked = [page for page in range(3 * stride) if tree.ghost_at(root, prompt, page)]
+    marked = [page for page in range(3 * stride) if tree.run_marks.find(root, prompt, page)]
     assert marked == [0, stride, 2 * stride - 13, 2 * stride, 3 * stride - 3]
-    assert tree.take_ghosts(root, other, 0, len(other)) == stride
+    assert tree.run_marks.take(root, other, 0, len(other)) == stride
     assert tree.ghosts.num_pages == 2 * stride
 
 
@@ -137,7 +137,7 @@ def test_only_the_pages_that_come_back_count_as_returned() -> None:
     prompt = tokens(*range(run * PAGE))
     tree.cut(put(tree, tree.root(NS), prompt, 1), run)
     back = STRIDE_PAGES + 3
-    assert tree.take_ghosts(tree.root(NS), prompt, 0, back * PAGE * 4) == back
+    assert tree.run_marks.take(tree.root(NS), prompt, 0, back * PAGE * 4) == back
     assert policy.num_pages == [STRIDE_PAGES, 3]
 
 
@@ -149,9 +149,9 @@ def test_what_was_two_nodes_comes_back_as_two() -> None:
     for node, count in ((leaf, 1), (leaf, 1), (trunk, 2), (trunk, 1)):
         tree.cut(node, count)
     root = tree.root(NS)
-    assert tree.take_ghosts(root, prompt, 0, len(prompt)) == 3
+    assert tree.run_marks.take(root, prompt, 0, len(prompt)) == 3
     trunk = put(tree, root, prompt[: 3 * PAGE * 4], 1)
-    assert tree.take_ghosts(trunk, prompt, 3 * PAGE * 4, len(prompt)) == 2
+    assert tree.run_marks.take(trunk, prompt, 3 * PAGE * 4, len(prompt)) == 2
 
 
 def test_a_parent_that_becomes_a_leaf_ranks_as_just_used() -> None:

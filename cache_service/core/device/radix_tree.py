@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from cache_service.core.base.page_hash import page_hashes
 from cache_service.core.device.evictable import EvictableNodes
 from cache_service.core.device.eviction_order import EvictionPolicy
-from cache_service.core.device.ghost_table import STRIDE_PAGES, Ghost, GhostKind, GhostTable, mark_of
+from cache_service.core.device.ghost_table import GhostKind, GhostTable
 from cache_service.core.device.radix_node import Node, Packed, Root
+from cache_service.core.device.run_marks import RunMarks
 from cache_service.core.device.soft_pins import SoftPins
 from session.words import HASH_BYTES, PAGE_ID_BYTES, TOKEN_BYTES, Namespace
 
@@ -57,6 +58,7 @@ class RadixTree(EvictableNodes):
         self.roots: dict[Namespace, Root] = {}
         self.num_nodes = 0
         self.ghosts = ghosts
+        self.run_marks = RunMarks(ghosts, self.page_key_bytes, policy)
         self.soft_pins = SoftPins()
         self.detached: dict[Root, bool] = {}
         self._num_groups = num_groups
@@ -203,7 +205,7 @@ class RadixTree(EvictableNodes):
         if is_cleared or (self.detached and node.root in self.detached):
             kind = GhostKind.CLEARED
         keep = node.resident - count
-        self._leave_ghosts(node, keep, kind)
+        self.run_marks.leave(node, keep, kind)
         self.evictable_pages -= count
         if not keep:
             return self._detach(node)
@@ -242,51 +244,3 @@ class RadixTree(EvictableNodes):
             else:
                 self._queue_leaf(parent)
         return removed
-
-    # Ghosts.
-
-    def ghost_at(self, root: Root, tokens: bytes, page: int) -> Ghost | None:
-        """Returns what is remembered of that page of a prompt; None for nothing."""
-        size = self.page_key_bytes
-        return self.ghosts.find(mark_of(root.digest, page, tokens[max(page - 1, 0) * size : (page + 1) * size]))
-
-    def _leave_ghosts(self, node: Node, keep: int, kind: GhostKind) -> None:
-        """Leaves marks for the pages from `keep` on; the last pages first, so that heads are the newest."""
-        size, key, digest, add = self.page_key_bytes, node.key, node.root.digest, self.ghosts.add
-        first, end = node.start + keep, node.end
-        page = (end - 1) // STRIDE_PAGES * STRIDE_PAGES
-        while page > first:
-            at = (page - node.start) * size
-            add(mark_of(digest, page, bytes(key[at - size : at + size])), kind, end - page)
-            end = page
-            page -= STRIDE_PAGES
-        if keep:
-            tokens = bytes(key[(keep - 1) * size : (keep + 1) * size])
-        else:
-            assert node.parent is not None
-            tokens = bytes(node.parent.key[-size:]) + bytes(key[:size])
-        add(mark_of(digest, first, tokens), kind, end - first, opens_node=not keep)
-
-    def take_ghosts(self, parent: Node, tokens: bytes, pos: int, limit: int) -> int:
-        """Returns how many pages of tokens[pos:limit] behind `parent` were evicted as one node; removes their marks.
-
-        What was another node becomes one again, so that trunks are older than tails once more. Exact where the tokens
-        part from the evicted ones at a multiple of `STRIDE_PAGES`, else too many by fewer pages than that. A lost mark
-        ends the run early.
-        """
-        size, page = self.page_key_bytes, parent.end
-        start, end = page, page + (limit - pos) // size
-        before = bytes(parent.key[-size:])
-        origin = pos - page * size  # where page 0 would stand
-        while page < end:
-            at = origin + page * size
-            mark = mark_of(parent.root.digest, page, before + tokens[at : at + size])
-            ghost = self.ghosts.find(mark)
-            if ghost is None or ghost.kind is GhostKind.CLEARED or (ghost.opens_node and page > start):
-                break
-            self.ghosts.take(mark)
-            num_pages = min(ghost.num_pages, end - page)
-            self.policy.returned(ghost, num_pages)
-            page += num_pages
-            before = tokens[origin + (page - 1) * size : origin + page * size]
-        return page - start

@@ -31,9 +31,10 @@ priority policy the priority decides first.
 from __future__ import annotations
 
 from cache_service.core.device.eviction_order import EvictionPolicy
+from cache_service.core.device.page_order import PageOrder
 from cache_service.core.device.page_pool import unpack
 from cache_service.core.device.radix_node import Node
-from cache_service.core.device.sparse_pages import Order, Retention, SparsePages
+from cache_service.core.device.sparse_pages import Retention, SparsePages
 from session.words import GroupSpec
 
 RESTORED_SHARE = 0.25
@@ -87,7 +88,7 @@ class SnapshotPages(SparsePages):
         if key is not None:
             self._limit(key, self._orders[key])
 
-    def _limit(self, key: tuple[Retention, int], order: Order) -> None:
+    def _limit(self, key: tuple[Retention, int], order: PageOrder) -> None:
         """Restored snapshots beyond their share count as never restored."""
         while key[1] % 2 and len(order) > self._max_restored:
             first, _ = order.first()

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from cache_service.core.device.eviction_order import EvictionPolicy
-from cache_service.core.kinds.group import Group, SparseGroup, pages_of
+from cache_service.core.kinds.group import Group, pages_of
 from cache_service.core.kinds.registry import KINDS
+from cache_service.core.kinds.sparse_group import SparseGroup
 from session.words import TOKEN_BYTES, GroupSpec
 
 

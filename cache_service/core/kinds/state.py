@@ -24,7 +24,7 @@ from cache_service.core.device.page_pool import pack, unpack
 from cache_service.core.device.radix_node import Node, Packed
 from cache_service.core.device.snapshot_order import SnapshotPages
 from cache_service.core.device.sparse_pages import Retention
-from cache_service.core.kinds.group import SparseGroup
+from cache_service.core.kinds.sparse_group import SparseGroup
 from session.messages import Acquire, Adopt, Grant
 from session.words import PAGE_ID_BYTES, TOKEN_BYTES, GroupPages, GroupSpec, MissReason, PageId, StateSlot
 

@@ -13,7 +13,8 @@ from cache_service.core.device.radix_node import Node, Packed
 from cache_service.core.device.sparse_pages import Retention
 from cache_service.core.device.window_order import WindowPages
 from cache_service.core.kinds.full import leading
-from cache_service.core.kinds.group import SparseGroup, pages_of
+from cache_service.core.kinds.group import pages_of
+from cache_service.core.kinds.sparse_group import SparseGroup
 from session.errors import InvalidInput
 from session.messages import Acquire, Adopt
 from session.words import PAGE_ID_BYTES, TOKEN_BYTES, GroupPages, GroupSpec, MissReason

@@ -51,7 +51,7 @@ def gone_age(cache: DeviceCache, found: PrefixMatch, tokens: bytes, now_ms: int)
     if found.reason not in (MissReason.EVICTED, MissReason.CLEARED):
         return None
     ghosts = cache.tree.ghosts
-    ghost = cache.tree.ghost_at(found.walk.node.root, tokens, found.matched_pages)
+    ghost = cache.tree.run_marks.find(found.walk.node.root, tokens, found.matched_pages)
     if ghost is None:
         return None
     after_ms, until_ms = cache.unit_times.window(ghosts.unit - ghost.age, ghosts.cut_pages)

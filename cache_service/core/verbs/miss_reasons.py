@@ -29,7 +29,7 @@ def miss_reason(
         return limiting.miss_reason
     if matched_pages == limit_pages:
         return MissReason.PAGE_TAIL
-    ghost = tree.ghost_at(root, tokens, matched_pages) if tree.ghosts.num_pages else None
+    ghost = tree.run_marks.find(root, tokens, matched_pages) if tree.ghosts.num_pages else None
     if ghost is None:
         return MissReason.NEVER_SEEN
     return MissReason.CLEARED if ghost.kind is GhostKind.CLEARED else MissReason.EVICTED

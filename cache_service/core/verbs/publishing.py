@@ -90,7 +90,7 @@ def _descend(cache: DeviceCache, lease: Lease, end: int, runs: list[Run] | None,
         child = node.children.get(tokens[pos : pos + size])
         if child is None:
             # What was evicted comes back as the run that it was: policies take that as a use.
-            count = tree.take_ghosts(node, tokens, pos, limit)
+            count = tree.run_marks.take(node, tokens, pos, limit)
             is_again = count > 0
             count = count or end - page
             pages = []
