@@ -1,7 +1,7 @@
 """Sends the manager's events to every watcher, to each at its own pace.
 
-A watcher that falls behind loses its queue and is told how much it lost; one that reads nothing at
-all is cut off, so that its place is free again.
+A watcher that falls behind loses its queue and is told how much it lost; one that reads nothing at all is cut off, so
+that its place is free again.
 """
 
 from __future__ import annotations

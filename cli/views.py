@@ -27,8 +27,8 @@ class Moment(NamedTuple):
 
 
 def stats_view(moment: Moment) -> RenderableType:
-    """Returns the status as tables: workers, rates, their tokens, misses and pools, the host tier
-    and other projects' engines that use it."""
+    """Returns the status as tables: workers, rates, their tokens, misses and pools, the host tier and other projects'
+    engines that use it."""
     stats, workers = moment.stats, _sorted(moment.stats)
     tier = (_host_table(stats.host_tier), *engine_tables(stats.attachments), *engine_places(stats.attachments))
     if not workers:

@@ -1,7 +1,7 @@
 """Whether a reply of the cache service fits this worker's pools.
 
-A page id beyond the pool would be read from memory that is not the pool's, a hole in
-a table without holes from page 0; both are a SessionLost before any table changes.
+A page id beyond the pool would be read from memory that is not the pool's, a hole in a table without holes from page 0.
+Both raise StepRejected before any table changes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PoolCheck:
             self._tables("remaps.pages", remap.pages)
 
     def order(self, transfer: Transfer) -> None:
-        """Raises SessionLost when the order names what no pool has."""
+        """Raises StepRejected when the order names what no pool has."""
         self._transfer("order.spill", transfer)
 
     def _grant(self, grant: Grant) -> None:

@@ -73,7 +73,7 @@ class SessionKeeper:
 
     def follow(self) -> Readmission:
         """Follows the Welcome, while no launch is in flight. Raises SessionRefused, and SessionLost: connect again."""
-        assert self._connecting is not None, "nobody was asked"
+        assert self._connecting is not None, "no Hello was sent"
         connecting, self._connecting = self._connecting, None
         welcome = connecting.result()
         readmission = self._scheduler.readmit(welcome)

@@ -1,7 +1,6 @@
 """The envelope of a session's messages: a serialized body and its checksum.
 
-A page id with a flipped bit names another page, so no body is read before its
-checksum agrees.
+A page id with a flipped bit names another page, so no body is read before its checksum agrees.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ class Mover(Protocol):
 class HostTier(Protocol):
     """Values by key, beyond this process or in it. Called from the mover's threads, never from the event loop.
 
-    Values are framed by page_codec before they come here. Every failure is a HostTierError; an absent
-    key is a None, never an error.
+    Values are framed by page_codec before they come here. Every failure is a HostTierError; an absent key is a None,
+    never an error.
     """
 
     @property

@@ -167,9 +167,8 @@ class Sequence:
         self.branches.clear()
         self.num_refused_extends = 0
         self.penalty_slot = NO_SLOT
-        self.counted_len = (
-            -1
-        )  # tokens counted in the slot by the launches so far; -1: none, the slot was another sequence's
+        # Tokens counted in the slot by the launches so far; -1: none, the slot was another sequence's.
+        self.counted_len = -1
         self.restore: tuple[StateSlot, ...] = ()
         self.snapshots: tuple[StateSlot, ...] = ()
         self.written_snapshots: tuple[StateSlot, ...] = ()  # those that a launch has written since the last publish

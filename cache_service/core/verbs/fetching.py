@@ -1,7 +1,7 @@
 """Fetch tickets: what to bring from the host tier, and what an ack makes findable.
 
-While the lease lives it holds the targets; if it ends first,
-each open ticket takes its own over until its ack, since the mover may still write there.
+While the lease lives it holds the targets. If it ends first, each open ticket takes its own over until its ack, since
+the mover may still write there.
 
     page     base                                            boundary
       |  resident  |  ticket 7  |  ticket 8  |  ticket 9  |  next round |

@@ -1,7 +1,7 @@
 """Applies a Step to one worker's cache: acks, publishes, releases, shrinks, adopts, inventory, extends, then acquires.
 
-Each item is checked right before it is applied: one that is wrong is refused alone, and changes
-nothing. Any other exception in here is a fault of ours, and leaves the cache in no state to go on from.
+Each item is checked right before it is applied: one that is wrong is refused alone, and changes nothing. Any other
+exception in here is a fault of ours, and leaves the cache in no state to go on from.
 """
 
 from __future__ import annotations
