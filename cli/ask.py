@@ -11,7 +11,8 @@ from typing import Annotated
 import typer
 
 from cli.app import JsonOption, SaltOption, WorkerOption, app, run, utf8
-from cli.client import Answer, sentence, to_dict
+from cli.client import Answer, sentence
+from cli.message_json import to_dict
 from cli.output import Output, plain
 from cli.routing import generate_where_cached
 from cli.stage import HOLDINGS, MAX_ANSWER_TOKENS, wording

@@ -8,12 +8,11 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import grpc
 import grpc.aio
-from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.v1 import cache_pb2, cache_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
@@ -243,27 +242,3 @@ async def wait_serving(address: str) -> None:
             if await client.is_serving(address):
                 return
         await asyncio.sleep(0.1)
-
-
-def to_dict(message: Message) -> dict[str, object]:
-    """Returns a message as JSON-ready values: numbers stay numbers (protobuf's own JSON makes large ones strings)."""
-    made: dict[str, object] = {}
-    for one in message.DESCRIPTOR.fields:
-        value = getattr(message, one.name)
-        if one.has_presence and not message.HasField(one.name):
-            continue
-        enum = one.enum_type.values_by_number if one.enum_type else {}
-        made[one.name] = _json_value(value, {number: known.name for number, known in enum.items()})
-    return made
-
-
-def _json_value(value: object, enum_names: Mapping[int, str]) -> object:
-    if isinstance(value, Message):
-        return to_dict(value)
-    if isinstance(value, bytes):
-        return value.hex()
-    if isinstance(value, Mapping):
-        return dict(value)
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_json_value(item, enum_names) for item in value]
-    return enum_names.get(value, value) if isinstance(value, int) else value

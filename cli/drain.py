@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from cli.app import JsonOption, app, number, run
-from cli.client import to_dict
+from cli.message_json import to_dict
 from cli.output import Output
 from cli.places import find_worker_admin
 from protos.v1 import worker_pb2, worker_pb2_grpc

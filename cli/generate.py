@@ -11,7 +11,8 @@ from typing import Annotated
 import typer
 
 from cli.app import JsonOption, PromptArgument, SaltOption, WorkerOption, app, number, run
-from cli.client import Answer, to_dict
+from cli.client import Answer
+from cli.message_json import to_dict
 from cli.output import Output
 from cli.routing import generate_where_cached
 from cli.views import counts_line, words

@@ -24,9 +24,10 @@ from cli.app import (
     run,
     utf8,
 )
-from cli.client import StemcacheClient, to_dict
+from cli.client import StemcacheClient
 from cli.engine_explanation import engines_explained
 from cli.explanation import explanation_view, span
+from cli.message_json import to_dict
 from cli.output import Output
 from cli.places import find_admin, find_cache, find_workers
 from protos.v1 import cache_pb2, types_pb2

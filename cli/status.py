@@ -16,7 +16,8 @@ import typer
 from rich.live import Live
 
 from cli.app import CacheOption, JsonOption, app, number, run
-from cli.client import StemcacheClient, to_dict
+from cli.client import StemcacheClient
+from cli.message_json import to_dict
 from cli.output import Output
 from cli.places import find_cache
 from cli.rates import RecentLooks
