@@ -80,19 +80,25 @@ def test_plans_fit_and_leave_no_room(windows: list[int], budget_pages: int, shar
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "window_tokens", "num_kv_heads", "head_dim", "full_every", "least"),
-    [(36, 128, 8, 64, 2, 1.9), (34, 1024, 4, 256, 6, 5.0)],
-    ids=["gpt-oss-120b", "gemma-3-4b"],
+    ("num_layers", "window_tokens", "num_kv_heads", "head_dim", "full_every", "settings", "gib", "least"),
+    [
+        (36, 128, 8, 64, 2, {}, 100, 1.9),
+        (34, 1024, 4, 256, 6, {}, 110, 5.0),
+        (48, 1024, 8, 256, 6, {"max_num_seqs": 16, "window_share": 0.01}, 95, 5.2),
+        (62, 1024, 16, 128, 6, {"max_num_seqs": 16, "window_share": 0.01}, 75, 5.1),
+    ],
+    ids=["gpt-oss-120b", "gemma-3-4b", "gemma-3-12b", "gemma-3-27b"],
 )
 def test_windows_do_not_take_the_memory_of_whole_prompts(
-    num_layers: int, window_tokens: int, num_kv_heads: int, head_dim: int, full_every: int, least: float
-) -> None:
-    """Tokens per byte against equal counts, in 100 GiB of bf16 pages with the default settings."""
+    num_layers: int, window_tokens: int, num_kv_heads: int, head_dim: int, full_every: int, settings: dict[str, Any],
+    gib: int, least: float,
+) -> None:  # fmt: skip
+    """Tokens per byte against equal counts, in GiB of bf16 pages, with the default settings or with others."""
     windows = [0 if layer % full_every == full_every - 1 else window_tokens for layer in range(num_layers)]
     layouts: tuple[GroupLayout, ...] = kv_layouts(windows, torch.bfloat16, 16, num_kv_heads * head_dim // 2)
-    demand = PoolDemand(16, 131_072, 2048, 64, window_share=0.04, state_share=0.5)
-    equal = plan_pages(layouts, 100 << 30, demand._replace(window_share=1.0))
-    assert plan_pages(layouts, 100 << 30, demand)[0] >= least * equal[0]
+    demand = PoolDemand(16, 131_072, 2048, 64, window_share=0.04, state_share=0.5)._replace(**settings)
+    equal = plan_pages(layouts, gib << 30, demand._replace(window_share=1.0))
+    assert plan_pages(layouts, gib << 30, demand)[0] >= least * equal[0]
 
 
 def test_a_pool_too_small_for_one_longest_prompt_is_an_error() -> None:
