@@ -61,6 +61,7 @@ class Launches:
         self._queues = queues
         self._prediction = prediction
         self._slots = PenaltySlots(terms.config.max_num_seqs)
+        self._max_accepted = 1 + terms.config.decode_lookahead  # tokens of a decode row
         self._num_launches = 0
         self._flights: deque[_Flight] = deque()  # oldest first
 
@@ -128,7 +129,7 @@ class Launches:
     def _advance(self, sequence: Sequence, row: LaunchRow, tokens: Seq[int]) -> Iterable[Output]:
         end = row.first_token + row.num_tokens
         in_prefill = row.first_token < sequence.in_prefill_until
-        most = 1 if in_prefill else 1 + self._terms.config.decode_lookahead
+        most = 1 if in_prefill else self._max_accepted
         if row.samples and not 1 <= len(tokens) <= most:
             raise ValueError(f"sequence {row.sequence_id} accepts 1 to {most} tokens, not {len(tokens)}")
         sequence.num_pending -= row.samples
