@@ -27,7 +27,8 @@ from session.messages import Hello
 from session.words import GroupKind, GroupSpec, Namespace, SequenceId, WorkerId
 from worker_service.core.launches import Launch
 from worker_service.core.sampling_params import SamplingParams
-from worker_service.core.scheduler import Scheduler, SchedulerConfig
+from worker_service.core.scheduler import Scheduler
+from worker_service.core.scheduler_config import SchedulerConfig
 from worker_service.core.sequence import Request, State
 
 WORKER = WorkerId("bench")

@@ -38,9 +38,9 @@ from tier_client.redis_tier import RedisTier, RedisTierConfig
 from worker_service.cache_client import CacheClient, ClientLimits
 from worker_service.compute import Compute
 from worker_service.config import WorkerConfig
-from worker_service.core.launch_plan import SchedulerConfig
 from worker_service.core.ports import HostTier
 from worker_service.core.scheduler import Scheduler
+from worker_service.core.scheduler_config import SchedulerConfig
 from worker_service.engine import Engine
 from worker_service.fingerprint import fingerprint
 from worker_service.health import follow_health

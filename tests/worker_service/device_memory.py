@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from session.words import GroupKind, Namespace
 from worker_service.core.batch import Batch
 from worker_service.core.launches import Launch, LaunchRow
-from worker_service.core.scheduler import SchedulerConfig
+from worker_service.core.scheduler_config import SchedulerConfig
 
 Prefix = tuple[Namespace, list[int]]
 

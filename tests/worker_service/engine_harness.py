@@ -20,9 +20,9 @@ from tests.worker_service.audited_manager import WORKER, AuditedManager
 from tests.worker_service.serial_runner import SerialRunner
 from worker_service.core.batch import Batch
 from worker_service.core.errors import SessionLost
-from worker_service.core.launch_plan import SchedulerConfig
 from worker_service.core.sampling_params import SamplingParams
 from worker_service.core.scheduler import Scheduler
+from worker_service.core.scheduler_config import SchedulerConfig
 from worker_service.engine import Engine, EngineRequest
 from worker_service.generation import Generation, Piece
 from worker_service.launch.launcher import Launcher

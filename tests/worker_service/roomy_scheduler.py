@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.worker_service.scheduler_machine import VOCAB, Machine, full_group
-from worker_service.core.scheduler import SchedulerConfig
+from worker_service.core.scheduler_config import SchedulerConfig
 
 CONFIG = SchedulerConfig(
     page_tokens=16, groups=(full_group(4000),), max_model_len=20_000, vocab_size=VOCAB, token_budget=2048

@@ -23,7 +23,8 @@ from worker_service.core.errors import LostPlace
 from worker_service.core.launches import Launch, Output
 from worker_service.core.reply_handler import Failed
 from worker_service.core.sampling_params import SamplingParams
-from worker_service.core.scheduler import Scheduler, SchedulerConfig
+from worker_service.core.scheduler import Scheduler
+from worker_service.core.scheduler_config import SchedulerConfig
 from worker_service.core.sequence import Request, Usage
 
 NAMESPACE = Namespace("model")

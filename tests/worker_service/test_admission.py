@@ -10,7 +10,7 @@ from session.messages import Step
 from session.words import MissReason, RefusalReason
 from tests.worker_service.audited_manager import LIMITS
 from tests.worker_service.scheduler_machine import VOCAB, Machine, full_group
-from worker_service.core.scheduler import SchedulerConfig
+from worker_service.core.scheduler_config import SchedulerConfig
 
 PAGE = 16
 LONG = 2048

@@ -10,7 +10,7 @@ import pytest
 from session.messages import Step
 from session.words import SequenceId
 from tests.worker_service.scheduler_machine import VOCAB, Machine, full_group, window_group
-from worker_service.core.scheduler import SchedulerConfig
+from worker_service.core.scheduler_config import SchedulerConfig
 
 PAGE = 4
 CONFIG = SchedulerConfig(

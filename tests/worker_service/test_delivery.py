@@ -10,7 +10,8 @@ from tests.worker_service.scheduler_machine import full_group, packed
 from worker_service.core.batch import build_batch
 from worker_service.core.launches import Launch, Output
 from worker_service.core.sampling_params import SamplingParams
-from worker_service.core.scheduler import Scheduler, SchedulerConfig
+from worker_service.core.scheduler import Scheduler
+from worker_service.core.scheduler_config import SchedulerConfig
 from worker_service.core.sequence import Request
 from worker_service.delivery import MESSAGES_PER_S, UNPACED_STREAMS, Delivery
 from worker_service.generation import Generation

@@ -14,7 +14,7 @@ from tests.examples import examples
 from tests.worker_service.scheduler_machine import VOCAB, Machine, full_group
 from worker_service.core.holding import Siblings
 from worker_service.core.sampling_params import SamplingParams
-from worker_service.core.scheduler import SchedulerConfig
+from worker_service.core.scheduler_config import SchedulerConfig
 from worker_service.core.sequence import QueueOrder, Request, Sequence, State
 
 CONFIG = SchedulerConfig(

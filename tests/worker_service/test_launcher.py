@@ -18,7 +18,8 @@ from worker_service.core.batch_part import with_known_tokens
 from worker_service.core.errors import DeviceLost
 from worker_service.core.launches import Launch
 from worker_service.core.sampling_params import SamplingParams
-from worker_service.core.scheduler import Scheduler, SchedulerConfig
+from worker_service.core.scheduler import Scheduler
+from worker_service.core.scheduler_config import SchedulerConfig
 from worker_service.core.sequence import Request
 from worker_service.launch.launcher import EndedLaunch, Launcher
 from worker_service.launch.runner_port import Completed

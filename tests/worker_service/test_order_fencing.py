@@ -17,9 +17,9 @@ from session.words import GroupKind, GroupSpec, HostTierKind, Namespace, Transfe
 from tests.worker_service.engine_harness import NAMESPACE, PAGE, VOCAB, Letters, ToyRunner, collect, reference
 from tests.worker_service.serial_runner import SerialRunner
 from worker_service.cache_client import CacheClient, ClientLimits
-from worker_service.core.launch_plan import SchedulerConfig
 from worker_service.core.sampling_params import SamplingParams
 from worker_service.core.scheduler import Scheduler
+from worker_service.core.scheduler_config import SchedulerConfig
 from worker_service.engine import Engine, EngineRequest
 from worker_service.launch.launcher import Launcher
 from worker_service.observer import Observer

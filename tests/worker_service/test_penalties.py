@@ -19,9 +19,9 @@ from tests.worker_service.engine_harness import VOCAB, ToyRunner, ToyTokens, col
 from tests.worker_service.model_kit import CPU
 from tests.worker_service.scheduler_machine import Machine, full_group, packed
 from worker_service.core.batch import Batch
-from worker_service.core.launch_plan import SchedulerConfig
 from worker_service.core.penalty_slots import PenaltySlots
 from worker_service.core.sampling_params import SamplingParams
+from worker_service.core.scheduler_config import SchedulerConfig
 from worker_service.core.sequence import NO_SLOT, QueueOrder, Request, State
 from worker_service.core.sequence import Sequence as CoreSequence
 from worker_service.model.penalty_counts import PenaltyCounts

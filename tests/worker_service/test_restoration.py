@@ -18,7 +18,7 @@ from tests.worker_service.inventory_truth import check_inventory
 from tests.worker_service.layouts import full_only, with_state, with_window
 from tests.worker_service.scheduler_machine import NAMESPACE, PAGE_BYTES, VOCAB, Machine, full_group, window_group
 from tests.worker_service.test_scheduler_liveness import Layout, Workload, configs
-from worker_service.core.scheduler import SchedulerConfig
+from worker_service.core.scheduler_config import SchedulerConfig
 
 STATE = GroupSpec("state", GroupKind.STATE, 40, PAGE_BYTES)
 CONFIG = SchedulerConfig(

@@ -9,7 +9,7 @@ import pytest
 from session.messages import Release
 from session.words import GroupKind, GroupSpec, ReleaseReason, SequenceId
 from tests.worker_service.scheduler_machine import NAMESPACE, VOCAB, Machine, full_group, reference
-from worker_service.core.scheduler import SchedulerConfig
+from worker_service.core.scheduler_config import SchedulerConfig
 
 GROUPS = (full_group(64), GroupSpec("state", GroupKind.STATE, 16, 0))
 CONFIG = SchedulerConfig(4, GROUPS, max_model_len=64, vocab_size=VOCAB, token_budget=64, max_num_seqs=8)

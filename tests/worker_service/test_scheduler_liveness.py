@@ -20,7 +20,7 @@ from tests.examples import examples
 from tests.worker_service.audited_manager import LIMITS
 from tests.worker_service.layouts import MAX_LEN, full_only, window_only, with_intervals, with_state, with_window
 from tests.worker_service.scheduler_machine import VOCAB, Machine
-from worker_service.core.scheduler import SchedulerConfig
+from worker_service.core.scheduler_config import SchedulerConfig
 
 # Far more turns than any of these workloads needs: reaching it is a livelock.
 MAX_TURNS = 1_000

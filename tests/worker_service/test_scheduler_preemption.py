@@ -10,7 +10,7 @@ from cache_service.core.verbs.stepping import acknowledge
 from session.messages import Ack, Step
 from session.words import SequenceId, TransferStatus
 from tests.worker_service.scheduler_machine import VOCAB, Machine, full_group
-from worker_service.core.scheduler import SchedulerConfig
+from worker_service.core.scheduler_config import SchedulerConfig
 
 CONFIG = SchedulerConfig(
     page_tokens=4, groups=(full_group(8),), max_model_len=32, vocab_size=VOCAB, token_budget=64, max_num_seqs=8

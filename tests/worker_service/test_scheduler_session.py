@@ -12,7 +12,7 @@ from session.words import RefusalReason, SequenceId
 from tests.worker_service.audited_manager import LIMITS
 from tests.worker_service.scheduler_machine import VOCAB, Machine, full_group, window_group
 from worker_service.core.errors import LostPlace, UnaskedReply
-from worker_service.core.scheduler import SchedulerConfig
+from worker_service.core.scheduler_config import SchedulerConfig
 
 CONFIG = SchedulerConfig(
     page_tokens=4, groups=(full_group(40),), max_model_len=100, vocab_size=VOCAB, token_budget=16, max_num_seqs=8

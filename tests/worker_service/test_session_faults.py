@@ -18,7 +18,7 @@ from tests.worker_service.audited_manager import LIMITS
 from tests.worker_service.layouts import MAX_LEN, full_only, with_state, with_window
 from tests.worker_service.scheduler_machine import STOPPED, VOCAB, Machine
 from worker_service.core.errors import LostPlace
-from worker_service.core.scheduler import SchedulerConfig
+from worker_service.core.scheduler_config import SchedulerConfig
 
 LAYOUTS = (full_only, full_only, with_window, with_state)
 MAX_TURNS = 6_000

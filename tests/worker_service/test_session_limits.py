@@ -14,7 +14,7 @@ from session.words import Namespace, RefusalReason
 from tests.worker_service.audited_manager import LIMITS
 from tests.worker_service.scheduler_machine import VOCAB, Machine, full_group
 from worker_service.core.errors import InvalidField
-from worker_service.core.scheduler import SchedulerConfig
+from worker_service.core.scheduler_config import SchedulerConfig
 
 CONFIG = SchedulerConfig(
     page_tokens=4, groups=(full_group(200),), max_model_len=500, vocab_size=VOCAB, token_budget=64, max_num_seqs=8

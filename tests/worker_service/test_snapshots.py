@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from session.words import GroupKind, GroupSpec, Match
 from tests.examples import examples
 from tests.worker_service.scheduler_machine import NAMESPACE, PAGE_BYTES, VOCAB, Machine, full_group, packed, reference
-from worker_service.core.scheduler import SchedulerConfig
+from worker_service.core.scheduler_config import SchedulerConfig
 
 
 def hybrid(page_tokens: int = 16, interval: int = 0, slots: int = 64, pages: int = 2000, **changes: object) -> Machine:

@@ -15,7 +15,8 @@ from session.messages import Adopt
 from session.protocol import SHRINK
 from session.words import PAGE_ID_BYTES, TOKEN_BYTES, Namespace
 from worker_service.core.errors import InvalidField
-from worker_service.core.launch_plan import UNLIMITED, SchedulerConfig
+from worker_service.core.launch_plan import UNLIMITED
+from worker_service.core.scheduler_config import SchedulerConfig
 from worker_service.core.sequence import Sequence
 
 MAX_UTF8_BYTES = 4

@@ -22,7 +22,6 @@ from worker_service.core.adoption import Adoptions
 from worker_service.core.errors import InvalidField, QueueFull
 from worker_service.core.inventory import Inventory
 from worker_service.core.inventory_recorder import Recorder
-from worker_service.core.launch_plan import SchedulerConfig
 from worker_service.core.launches import Launch, Launches, Output
 from worker_service.core.limits import Terms
 from worker_service.core.own_pages import OwnPages
@@ -32,6 +31,7 @@ from worker_service.core.readmission import Readmission, Readmitter
 from worker_service.core.reply_handler import Applied, Failed, ReplyHandler
 from worker_service.core.restoration import PageRecords, Restoration
 from worker_service.core.running_pages import RunningPages
+from worker_service.core.scheduler_config import SchedulerConfig
 from worker_service.core.sequence import QueueOrder, Request, Sequence, State, Usage
 from worker_service.core.step_builder import StepBuilder
 
