@@ -198,3 +198,24 @@ def check_decoding(world: World, seed: int) -> None:
         ways.append(logits)
     for others in ways[1:]:
         assert all(torch.equal(one, other) for one, other in zip(ways[0], others, strict=True))
+
+
+def check_repeats(world: World, num_launches: int) -> None:
+    """The longest prompt again and again, in the same pages: logits with the same bits each time.
+
+    Memory that is refilled before it was read, or read before it was filled, shows in a launch in twenty, or in none.
+    """
+    source = random.Random(0)
+    world.clear(source)
+    prompt = drawn_tokens(source, world.scale.lengths[-1])
+    pages = world.deal(len(prompt))
+
+    def launch() -> torch.Tensor:
+        return world.all_logits(Part(world.sequence(prompt, pages), 0, len(prompt)), num_decode=0)
+
+    wanted = launch().clone()
+    # Counted on the device, so that no launch waits for the host.
+    num_wrong = torch.zeros((), dtype=torch.int64, device=wanted.device)
+    for _ in range(num_launches):
+        num_wrong += (launch() != wanted).any()
+    assert num_wrong.item() == 0

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.worker_service.cuda_device import NEEDS_CUDA, prepared_cuda
-from tests.worker_service.invariance_rig import VOCAB, Scale, World, check_decoding, check_prefill
+from tests.worker_service.invariance_rig import VOCAB, Scale, World, check_decoding, check_prefill, check_repeats
 from tests.worker_service.model_kit import page_of
 from tests.worker_service.stored_models import AS_FP8, AS_MXFP4
 from worker_service.model.config import parse_model_spec
@@ -33,6 +33,7 @@ CPU_SCALES = {
 }
 GPU_CASES = 6
 CPU_CASES = 2
+GPU_REPEATS, CPU_REPEATS = 150, 2
 SIZES: dict[str, Any] = {
     "dtype": "bfloat16",
     "vocab_size": VOCAB,
@@ -222,6 +223,9 @@ class TestGpu:
     def test_decoding_gives_the_same_logits_in_any_company(self, gpu_world: World, seed: int) -> None:
         check_decoding(gpu_world, seed)
 
+    def test_a_launch_has_the_same_bits_each_time(self, gpu_world: World) -> None:
+        check_repeats(gpu_world, GPU_REPEATS)
+
 
 class TestCpu:
     @pytest.mark.parametrize("seed", range(CPU_CASES))
@@ -231,3 +235,6 @@ class TestCpu:
     @pytest.mark.parametrize("seed", range(CPU_CASES))
     def test_decoding_gives_the_same_logits_in_any_company(self, cpu_world: World, seed: int) -> None:
         check_decoding(cpu_world, seed)
+
+    def test_a_launch_has_the_same_bits_each_time(self, cpu_world: World) -> None:
+        check_repeats(cpu_world, CPU_REPEATS)
