@@ -10,6 +10,7 @@ import triton
 
 from tests.examples import THOROUGH
 from tests.kernels import assembled_cache
+from tests.kernels.loads_in_flight import overtaken
 from tests.kernels.machine_code import disassembled, unwritten_registers
 
 HOPPER = 90
@@ -109,4 +110,7 @@ def _assembled(source: Any, target: Any, options: dict[str, object]) -> Assemble
     if "wgmma" in ptx or THOROUGH:
         wrong = unwritten_registers(disassembled(compiled.asm["cubin"]))
         assert not wrong, f"machine code that reads registers which nobody wrote: {wrong}"
+    if "cp.async.bulk.tensor" in ptx:
+        wrong = overtaken(compiled.asm["cubin"], str(compiled.asm["ttgir"]))
+        assert not wrong, f"loads that the copy engine may overtake, see release_read: {wrong}"
     return Assembled(ptx, remarks, compiled.metadata.shared)

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from kernels.block_scan.hopper.feed import FACTOR, GROWN, NUM_VECTORS
 from kernels.block_scan.hopper.rows import clear_tail, row_of_program
 from kernels.block_scan.plan import GRID_TOKENS
-from kernels.hopper.barriers import thread_barrier
+from kernels.hopper.barriers import release_read, thread_barrier
 
 _GRID = gl.constexpr(GRID_TOKENS)
 
@@ -62,10 +62,12 @@ def make_outputs(
             if HAS_SKIP:
                 x = vs.index(slot).load(OL).to(gl.float32)
         out = warpgroup_mma_wait(0, deps=[out])
-        thread_barrier()
         if HAS_INVERSES:
+            thread_barrier()
             mbarrier.arrive(errors_empty.index(turn), count=1)
-        mbarrier.arrive(empty.index(slot), count=1)
+            mbarrier.arrive(empty.index(slot), count=1)
+        else:
+            release_read(empty.index(slot))
         out = out * scale
         if HAS_FACTORS:
             out = out * factors[:, None]
