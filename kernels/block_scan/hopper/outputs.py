@@ -4,6 +4,7 @@ the block itself."""
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -12,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from kernels.block_scan.hopper.feed import FACTOR, GROWN, NUM_VECTORS
 from kernels.block_scan.hopper.rows import clear_tail, row_of_program
 from kernels.block_scan.plan import GRID_TOKENS
-from kernels.hopper.barriers import release_read, thread_barrier
+from kernels.hopper.barriers import thread_barrier
 
 _GRID = gl.constexpr(GRID_TOKENS)
 
@@ -49,6 +50,11 @@ def make_outputs(
             factors = vectors.index(at + FACTOR).load(ROWS)
         if not HAS_INVERSES:
             clear_tail(vs.index(slot), count, BV)
+            if HAS_SKIP:
+                # As in release_read, but while the first product runs: 8,192 tokens with a gate take 477 us of an H200
+                # where they took 488 with the load and its fence behind the second product.
+                x = vs.index(slot).load(OL)
+                fence_async_shared()
         out = warpgroup_mma_wait(0, deps=[out])
         thread_barrier()
         mbarrier.arrive(states_empty.index(turn), count=1)
@@ -59,20 +65,16 @@ def make_outputs(
             out = warpgroup_mma(scores.index(slot), errors.index(turn).permute((1, 0)), out, is_async=True)
         else:
             out = warpgroup_mma(scores.index(slot), vs.index(slot), out, is_async=True)
-            if HAS_SKIP:
-                x = vs.index(slot).load(OL).to(gl.float32)
         out = warpgroup_mma_wait(0, deps=[out])
+        thread_barrier()
         if HAS_INVERSES:
-            thread_barrier()
             mbarrier.arrive(errors_empty.index(turn), count=1)
-            mbarrier.arrive(empty.index(slot), count=1)
-        else:
-            release_read(empty.index(slot))
+        mbarrier.arrive(empty.index(slot), count=1)
         out = out * scale
         if HAS_FACTORS:
             out = out * factors[:, None]
         if HAS_SKIP:
-            out += x * gl.load(skip_ptr + head).to(gl.float32)
+            out += x.to(gl.float32) * gl.load(skip_ptr + head).to(gl.float32)
         if HAS_GATE:
             wide = gate.to(gl.float32)
             out = out * (wide / (1.0 + gl.exp(-wide)))
