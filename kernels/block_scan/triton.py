@@ -4,8 +4,6 @@ The state stays in registers; what a block reads of it, and what its own tokens 
 the next one is taken. Tiles have one size for each shape of heads, so that a row's bits are those that it has alone.
 """
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -21,8 +19,13 @@ from kernels.state_slots.triton import slots_of_row
 # for product after product (8,192 tokens on an H200: 537 us, with 32 values 566).
 VALUES, DELTA_VALUES = 32, 16
 WARPS = 4
+# Of fp32 values, whose factors lie in registers. With four warps and stages a thread has 32 registers and, with keys of
+# 72, 7,512 bytes of stack, now 3,912.
+WIDE_WARPS = 8
 # Blocks on their way to shared memory, and the one that is worked on; with decays of channels there is more of each.
 STAGES, CHANNEL_STAGES = 3, 2
+# Keys of more channels do not fit in stages.
+MAX_STAGED_CHANNELS = 128
 # Tokens of a program that looks for those without a row.
 CLEARED = 16
 
@@ -186,15 +189,38 @@ def padded(dim: int) -> int:
     return max(32, int(triton.next_power_of_2(dim)))
 
 
-def num_stages(rows: Sequence[torch.Tensor], most: int) -> int:
-    """Returns how many blocks are on their way at once: `most`, or 1 where some rows [num_tokens, heads, dim] cannot be
-    loaded 16 bytes at a time.
+def aligned_rows(*rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Returns the rows, each [num_tokens, heads, dim]; all of them copied unless each begins at a multiple of 16 bytes
+    and has a stride of a multiple of 16 elements, by which Triton knows it.
 
-    Those wait in shared memory where products of others go later, and in a loop with stages ptxas 12.8 builds the
-    addresses of such products from a register that it never wrote: wrong rows, or an illegal memory access.
+    A length is a sum over a row in the order in which threads hold it: 16 bytes each, or one element of other rows. So
+    slices of wider rows had other bits than rows of their own. With one element each of two threads adds its own
+    square, not rounded, to the rounded one of the other: two sums, and a race for which one is used.
     """
-    wide = all(t.data_ptr() % 16 == 0 and t.stride(0) % 16 == 0 and t.shape[2] % 8 == 0 for t in rows)
-    return most if wide else 1
+    if all(each.data_ptr() % 16 == 0 and each.stride(0) % 16 == 0 for each in rows):
+        return rows
+    return tuple(_copied(each) for each in rows)
+
+
+def _copied(rows: torch.Tensor) -> torch.Tensor:
+    tokens, heads, dim = rows.shape
+    width = heads * dim
+    copied = rows.new_empty(tokens, triton.cdiv(width, 16) * 16)[:, :width]
+    aligned: torch.Tensor = copied.copy_(rows.flatten(1)).unflatten(1, (heads, dim))
+    return aligned
+
+
+def num_stages(keys: torch.Tensor, has_channels: bool) -> int:
+    """Returns how many blocks of aligned rows are on their way to shared memory at once.
+
+    Of 16 bits, ptxas 12.8 builds addresses of products from a register that it never wrote: with stages where keys have
+    an odd size, without them where it is even. That gives wrong rows, or an illegal memory access.
+    """
+    if keys.dtype is torch.float32 or keys.shape[2] % 2:
+        return 1
+    if has_channels:
+        return CHANNEL_STAGES if keys.shape[2] <= MAX_STAGED_CHANNELS else 1
+    return STAGES
 
 
 def clear_bare_tokens(plan: ScanPlan, out: torch.Tensor) -> None:
@@ -212,22 +238,22 @@ def launch_scan(scan: BlockScan, out: torch.Tensor) -> None:
     heads, dim_v = scan.v.shape[1:]
     k_heads, dim_k = scan.k.shape[1:]
     nothing = scan.scores if scan.sums is None else scan.sums
-    optional = (scan.inverses, scan.beta, scan.weights, scan.factors, scan.skip, scan.gate, scan.kept, scan.remains)
-    inverses, beta, weights, factors, skip, gate, kept, remains = (
+    optional = (scan.inverses, scan.beta, scan.weights, scan.factors, scan.skip, scan.gate, scan.remains)
+    inverses, beta, weights, factors, skip, gate, remains = (
         nothing if tensor is None else tensor for tensor in optional
     )
-    rows = [t for t in (scan.q, scan.k, scan.v, scan.kept) if t is not None]
+    q, k, v, *decayed = aligned_rows(*(rows for rows in (scan.q, scan.k, scan.v, scan.kept) if rows is not None))
     width = min(VALUES if scan.inverses is None else DELTA_VALUES, padded(dim_v))
     clear_bare_tokens(plan, out)
     with torch.cuda.device_of(out):
         scan_blocks[(plan.num_rows * heads, triton.cdiv(dim_v, width))](
-            scan.q, scan.k, scan.v, inverses, beta, nothing, weights, scan.scores, factors, skip, gate, kept, remains,
-            states, out, plan.cu_blocks, plan.blocks, plan.leave_slot, slots.working, slots.restore, slots.fresh,
-            slots.rolling, scan.scale, scan.q.stride(0), scan.k.stride(0), scan.v.stride(0), beta.stride(0),
+            q, k, v, inverses, beta, nothing, weights, scan.scores, factors, skip, gate, *(decayed or [nothing]),
+            remains, states, out, plan.cu_blocks, plan.blocks, plan.leave_slot, slots.working, slots.restore,
+            slots.fresh, slots.rolling, scan.scale, q.stride(0), k.stride(0), v.stride(0), beta.stride(0),
             gate.stride(0), states.stride(0),
             HEADS=heads, GROUP=heads // k_heads, DK=dim_k, DV=dim_v, HAS_INVERSES=scan.inverses is not None,
             HAS_WEIGHTS=scan.weights is not None, HAS_FACTORS=scan.factors is not None,
             HAS_SKIP=scan.skip is not None, HAS_GATE=scan.gate is not None, HAS_CHANNELS=scan.kept is not None,
-            BY_VALUE=scan.by_value, PRECISION=precision(scan.v.dtype), BK=padded(dim_k), BV=width,
-            STAGES=num_stages(rows, STAGES if scan.kept is None else CHANNEL_STAGES), num_warps=WARPS,
+            BY_VALUE=scan.by_value, PRECISION=precision(v.dtype), BK=padded(dim_k), BV=width,
+            STAGES=num_stages(k, scan.kept is not None), num_warps=WIDE_WARPS if v.dtype is torch.float32 else WARPS,
         )  # fmt: skip

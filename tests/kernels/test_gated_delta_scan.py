@@ -211,35 +211,60 @@ def test_equal_keys_that_overwrite_each_other(target: Target, by_channel: bool) 
         torch.testing.assert_close(out, given.v / 4.0, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("norm_eps", "sizes"), [(None, Heads()), (1e-6, Heads()), (1e-6, CHANNELS)], ids=str)
-def test_rows_that_are_slices_and_slots_that_lie_apart(target: Target, norm_eps: float | None, sizes: Heads) -> None:
+@pytest.mark.parametrize(
+    ("norm_eps", "sizes", "dtype"),
+    [
+        (None, Heads(), torch.float32), (1e-6, Heads(), torch.float32), (1e-6, CHANNELS, torch.float32),
+        *((1e-6, sizes, torch.bfloat16) for sizes in (Heads(), CHANNELS)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_rows_that_are_slices_and_slots_that_lie_apart(
+    target: Target, norm_eps: float | None, sizes: Heads, dtype: torch.dtype
+) -> None:
     """Of a wider projection, behind the last row of which others follow; as it is served."""
     rows = [StateRow(70), StateRow(40, Begin.WORKING)]
     slots, count = make_slots(rows)
-    given, pool = layer(110, sizes, torch.float32), make_pool(slots, rows, count, sizes.state, torch.float32)
+    given, pool = layer(110, sizes, dtype), make_pool(slots, rows, count, sizes.state, torch.float32)
     given = given._replace(k=given.k / 6.0)
-    wide = torch.full((130, 440), POISON)
+    wide = {each: torch.full((130, 440), POISON, dtype=each) for each in {dtype, torch.float32}}
     ends = [8 + 64, 8 + 128, 8 + 128 + 96, 392 if sizes.by_channel else 240, 420]
     views = []
     for tensor, end in zip(given, ends, strict=True):
         width = tensor[0].numel()
-        wide[:110, end - width : end] = tensor.flatten(1)
-        views.append((end - width, end, tensor.shape[1:]))
+        wide[tensor.dtype][:110, end - width : end] = tensor.flatten(1)
+        views.append((tensor.dtype, end - width, end, tensor.shape[1:]))
     for each in on_cpu_too(target):
         device, cu = each.device, begins(rows)
         apart = torch.full((count, 2, *sizes.state), POISON, device=device)
         apart[:, 1] = pool.to(device)
-        on_device = wide.to(device)
+        on_device = {dtype: projection.to(device) for dtype, projection in wide.items()}
         plan = plan_scan(cu.to(device), keys([0, 9], rows).to(device), placed(slots, device), 130, backend=each.backend)
         out = gated_delta_scan(
-            *(on_device[:, first:end].unflatten(1, shape) for first, end, shape in views), apart[:, 1], plan,
-            norm_eps=norm_eps, backend=each.backend,
+            *(on_device[kind][:, first:end].unflatten(1, shape) for kind, first, end, shape in views),
+            apart[:, 1], plan, norm_eps=norm_eps, backend=each.backend,
         )  # fmt: skip
         wanted, wanted_pool = scanned(given, [0, 9], rows, pool, slots, each, norm_eps)
         assert_same_bits(out.cpu()[:110], wanted)
         assert not out[110:].any()
         assert_same_bits(apart[:, 1].cpu(), wanted_pool)
         assert apart[:, 0].isnan().all()
+
+
+def test_rows_are_copied_that_begin_at_no_multiples_of_16_bytes() -> None:
+    """What threads hold of a row decides on the order of its sum."""
+    pytest.importorskip("triton")
+    from kernels.block_scan.triton import aligned_rows
+
+    wide, odd = (torch.randn(5, stride, generator=torch.Generator().manual_seed(1)) for stride in (448, 440))
+    own = wide[:, 16:80].unflatten(1, (2, 32))
+    assert aligned_rows(own, own)[1] is own
+    for rows in (wide[:, 3:67], odd[:, 8:72]):
+        slices = rows.unflatten(1, (2, 32)), wide[:, :40].unflatten(1, (1, 40))
+        for given, aligned in zip(slices, aligned_rows(*slices), strict=True):
+            assert aligned.data_ptr() % 16 == 0 and aligned.stride(0) % 16 == 0
+            assert aligned.stride()[1:] == (given.shape[2], 1)
+            assert_same_bits(aligned, given)
 
 
 def test_slots_beyond_32_bits(target: Target) -> None:

@@ -88,6 +88,24 @@ def test_scans(values: str) -> None:
     assert not built.spills and "wgmma" in built.ptx and "cp.async" in built.ptx
 
 
+def test_stacks_of_fp32() -> None:
+    """Factors lie in registers, and the driver keeps a stack for each thread that the card holds: with 14.5 KB each the
+    first launch took 3.5 GB, and failed beside other processes."""
+    from kernels.block_scan.triton import DELTA_VALUES, WIDE_WARPS, scan_blocks
+    from kernels.gated_delta_scan.triton import WIDE_WARPS as SOLVE_WARPS
+    from kernels.gated_delta_scan.triton import solve_blocks
+
+    heads: dict[str, object] = {"HEADS": 2, "GROUP": 1, "DK": 72, "BK": 128, "PRECISION": "ieee"}
+    built = compile_for_hopper(solve_blocks, {**heads, "NORM": True, "HALVES": False}, SOLVE_WARPS, scan_kinds("fp32"))
+    assert built.stack_bytes <= 2304
+    options = {
+        "DV": 40, "BV": DELTA_VALUES, "BY_VALUE": False, "STAGES": 1, "HAS_WEIGHTS": True, "HAS_CHANNELS": False,
+        "HAS_INVERSES": True, "HAS_FACTORS": True, "HAS_SKIP": False, "HAS_GATE": False,
+    }  # fmt: skip
+    built = compile_for_hopper(scan_blocks, {**heads, **options}, WIDE_WARPS, scan_kinds("fp32"))
+    assert built.stack_bytes <= 4 << 10
+
+
 @pytest.mark.parametrize("values", ["bf16", thorough("fp16")])
 def test_blocks_of_the_delta_rule(values: str) -> None:
     from kernels.gated_delta_scan.triton import WARPS, solve_blocks
@@ -114,19 +132,26 @@ def test_scans_by_channel(values: str) -> None:
     assert built.shared_bytes <= SHARED_BYTES
 
 
-@pytest.mark.parametrize("channels", [False, True])
-def test_scans_of_rows_that_are_no_runs_of_16_bytes(channels: bool) -> None:
-    """With more than one stage the assembler reads registers that nobody wrote, which the helper refuses."""
-    from kernels.block_scan.triton import DELTA_VALUES, WARPS, scan_blocks
+@pytest.mark.parametrize(
+    ("keys", "values"), [(32, 12), (13, 13), *(thorough(*dims) for dims in ((12, 12), (16, 64), (64, 20), (250, 72)))]
+)
+@pytest.mark.parametrize("kind", ["delta", "channels", "mamba2"])
+def test_scans_of_any_size(kind: str, keys: int, values: int) -> None:
+    """With another number of stages the assembler reads registers that nobody wrote, which the helper refuses."""
+    import torch
 
-    heads = {"HEADS": 5, "GROUP": 1, "DK": 12, "BK": 32, "DV": 12, "BV": DELTA_VALUES, "BY_VALUE": False, "STAGES": 1}
+    from kernels.block_scan.triton import DELTA_VALUES, VALUES, WARPS, num_stages, padded, scan_blocks
+
+    is_delta, has_channels = kind != "mamba2", kind == "channels"
+    stages = num_stages(torch.empty(1, 1, keys, dtype=torch.bfloat16), has_channels)
+    heads = {"HEADS": 4, "GROUP": 2, "DK": keys, "BK": padded(keys), "DV": values, "BY_VALUE": not is_delta}
     options = {
-        "PRECISION": "tf32", "HAS_WEIGHTS": not channels, "HAS_CHANNELS": channels, "HAS_INVERSES": True,
-        "HAS_FACTORS": not channels, "HAS_SKIP": False, "HAS_GATE": False,
+        "PRECISION": "tf32", "HAS_WEIGHTS": not has_channels, "HAS_CHANNELS": has_channels, "HAS_INVERSES": is_delta,
+        "HAS_FACTORS": kind == "delta", "HAS_SKIP": not is_delta, "HAS_GATE": not is_delta, "STAGES": stages,
+        "BV": DELTA_VALUES if is_delta else VALUES,
     }  # fmt: skip
-    compile_for_hopper(
-        scan_blocks, {**heads, **options}, WARPS, scan_kinds("bf16"), unaligned=("stride_q", "stride_k", "stride_v")
-    )
+    built = compile_for_hopper(scan_blocks, {**heads, **options}, WARPS, scan_kinds("bf16"))
+    assert built.shared_bytes <= SHARED_BYTES
 
 
 def block_options(values: str, *, has_norm: bool, padded: int) -> tuple[dict[str, object], int]:
@@ -155,13 +180,13 @@ def test_blocks_by_channel(values: str, has_norm: bool, stack_bytes: int) -> Non
     assert "wgmma" in built.ptx
 
 
-def test_blocks_by_channel_of_rows_that_are_no_runs_of_16_bytes() -> None:
+def test_blocks_by_channel_of_gates_that_are_no_runs_of_16_bytes() -> None:
     """The assembler reads no register that nobody wrote, which the helper refuses."""
     from kernels.gated_delta_scan.channels.triton import solve_channels
 
     options, warps = block_options("bf16", has_norm=True, padded=32)
     heads = {"HEADS": 5, "GROUP": 1, "DK": 12, "BK": 32}
-    unaligned = ("stride_q", "stride_k", "stride_g", "stride_beta")
+    unaligned = ("stride_g", "stride_beta")
     built = compile_for_hopper(solve_channels, {**heads, **options}, warps, scan_kinds("bf16"), unaligned=unaligned)
     assert not built.spills
 

@@ -21,7 +21,7 @@ import triton.language as tl
 from kernels.block_scan import GatedDeltaLayer, ScanPlan
 from kernels.block_scan.call import BlockScan
 from kernels.block_scan.plan import GRID_TOKENS
-from kernels.block_scan.triton import inverse_length, load_rows, load_scalars, padded
+from kernels.block_scan.triton import aligned_rows, inverse_length, load_rows, load_scalars, padded
 from kernels.gated_delta_scan.triton import unit_lower_inverse
 
 # Warps of a program, and key channels that it holds at a time: products are sums over all of them. 2,048 tokens of 32
@@ -142,7 +142,7 @@ def solve_channels(
 
 def solve(layer: GatedDeltaLayer, plan: ScanPlan) -> BlockScan:
     """Returns the plain scan that a layer with a decay for each key channel is."""
-    q, k, v = layer.q, layer.k, layer.v
+    q, k, v = aligned_rows(layer.q, layer.k, layer.v)
     tokens, heads, _ = v.shape
     k_heads, dim_k = k.shape[1:]
     scores, inverses = v.new_empty(2, tokens, heads, GRID_TOKENS)
