@@ -41,17 +41,18 @@ def index_launch(fp8: bool) -> Launch:
 
 
 def mamba2_launch(sizes: mamba2.Heads) -> Launch:
-    rows = [StateRow(2048)]
+    """Without a gate, where 0.2 to 0.6 % of the launches had wrong rows."""
+    rows = [StateRow(8192)]
     slots, count = make_slots(rows)
-    given = mamba2.layer(2048, sizes, torch.bfloat16)
+    given = mamba2.layer(8192, sizes, torch.bfloat16)
     x, b, c = given.x.cuda(), given.b.cuda(), given.c.cuda()
-    steps, skip, gate = given.steps("cuda"), given.skip("cuda"), given.optional_gate("cuda")
+    steps, skip = given.steps("cuda"), given.skip("cuda")
     pool = make_pool(slots, rows, count, sizes.state, torch.float32).cuda()
-    plan = plan_scan(begins(rows).cuda(), keys([0], rows).cuda(), placed(slots, "cuda"), 2048)
+    plan = plan_scan(begins(rows).cuda(), keys([0], rows).cuda(), placed(slots, "cuda"), 8192)
 
     def launch() -> tuple[torch.Tensor, ...]:
         states = pool.clone()
-        out = mamba2_scan(x, b, c, steps, states, plan, skip=skip, gate=gate)
+        out = mamba2_scan(x, b, c, steps, states, plan, skip=skip)
         return out, states.nan_to_num(nan=7.0)
 
     return launch
@@ -60,7 +61,7 @@ def mamba2_launch(sizes: mamba2.Heads) -> Launch:
 LAUNCHES = {
     "index_logits": lambda: index_launch(fp8=False),
     "index_logits of fp8 keys": lambda: index_launch(fp8=True),
-    "mamba2_scan with a skip": lambda: mamba2_launch(mamba2.Heads(1, 8, 64, 128)),
+    "mamba2_scan with a skip": lambda: mamba2_launch(mamba2.Heads(1, 128, 64, 128)),
 }
 
 
