@@ -24,7 +24,7 @@ class MlaDecodePlan:
     A sequence's rows (query tokens times heads) are cut into tiles; a tile is attended by one program, or group by
     group or leaf by leaf of its keys by several, whose partial results a second launch folds (by load, where tiles are
     many, the attention itself). Without max_q_tokens it serves calls without cu_seqlens_q, of one query for each
-    sequence. Launches of one plan share its buffers and counters, so none may begin before the last one has ended.
+    sequence. Launches of one plan share its buffers and counters, so they must follow each other in a stream.
 
     With by_load, cuts are where programs get equally many latents, at any tile of them: faster on Hopper, but a
     result's last bits then depend on the batch, and parts are rounded to 16 bits. It changes nothing for several

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.hopper.registers import opaque
+from kernels.hopper.registers import opaque, opaque_zero_of
 from kernels.hopper.work_queue import take
 from kernels.mla_decode.hopper.few_parts import store_heads
 from kernels.mla_decode.hopper.few_tile import add_tile
@@ -22,17 +22,21 @@ from kernels.softmax.triton import LN_2, NO_KEYS
 
 
 @gluon.jit
-def scores_of(q, latents, full, s, phase, TILE: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+def scores_of(q, buffer, latents, full, s, phase, TILE: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
     """Returns the products of a tile's latents with every query, [latents, rows]."""
     left, right, rope = latents
     left_full, right_full, rope_full = full
+    if ROWS == 32:
+        # Known from the item's start on, descriptors of the queries would be kept, two registers for each product.
+        buffer += opaque_zero_of(s)
+    q_left, q_right, q_rope = q[0].index(buffer), q[1].index(buffer), q[2].index(buffer)
     zeros = gl.zeros([TILE, ROWS], gl.float32, LAYOUT)
     mbarrier.wait(rope_full.index(s), phase)
-    part = warpgroup_mma(rope.index(s), q[2].permute((1, 0)), zeros, use_acc=False, is_async=True)
+    part = warpgroup_mma(rope.index(s), q_rope.permute((1, 0)), zeros, use_acc=False, is_async=True)
     mbarrier.wait(left_full.index(s), phase)
-    part = warpgroup_mma(left.index(s), q[0].permute((1, 0)), part, is_async=True)
+    part = warpgroup_mma(left.index(s), q_left.permute((1, 0)), part, is_async=True)
     mbarrier.wait(right_full.index(s), phase)
-    part = warpgroup_mma(right.index(s), q[1].permute((1, 0)), part, is_async=True)
+    part = warpgroup_mma(right.index(s), q_right.permute((1, 0)), part, is_async=True)
     return warpgroup_mma_wait(0, deps=[part])
 
 
@@ -54,7 +58,7 @@ def attend_few_run(
     WANTS_LSE: gl.constexpr,
 ):
     _, lse_ptr, _, levels_ptr = results
-    q_left, q_right, q_rope, left, right, rope = shared[0]
+    _, _, _, left, right, rope = shared[0]
     handed = shared[1]
     q_full, q_empty, left_full, left_empty, right_full, right_empty = bars[0]
     rope_full, rope_empty = bars[1]
@@ -62,12 +66,12 @@ def attend_few_run(
     ACROSS: gl.constexpr = gl.SliceLayout(0, L)
     DOWN: gl.constexpr = gl.SliceLayout(1, L)
     key = gl.arange(0, TILE, DOWN)
-    q = (q_left.index(0), q_right.index(0), q_rope.index(0))
     step = 0
     turn = 0
     q_start, _q_len, _tile, begin, stop, length, slot = take(work[0], work[1], work[2], turn)
     while stop >= 0:
-        mbarrier.wait(q_full, turn & 1)
+        buffer = turn % 2
+        mbarrier.wait(q_full.index(buffer), (turn // 2) & 1)
         # Above every masked score, so that the weight of one is 0 even in a row that has seen no key yet.
         row_max = gl.full([ROWS], NO_KEYS, gl.float32, ACROSS)
         sums = gl.zeros([TILE, ROWS], gl.float32, L)
@@ -76,14 +80,14 @@ def attend_few_run(
         for first in range(begin, stop, TILE):
             s = step % STAGES
             full = (left_full, right_full, rope_full)
-            scores = scores_of(q, (left, right, rope), full, s, (step // STAGES) & 1, TILE, ROWS, L)
+            scores = scores_of(shared[0], buffer, (left, right, rope), full, s, (step // STAGES) & 1, TILE, ROWS, L)
             mbarrier.arrive(rope_empty.index(s), count=1)
             row_max, sums, low, high = add_tile(
                 scores, (row_max, sums, low, high), first, length, (left, right), (left_empty, right_empty), s, handed,
                 key, scale_log2, TILE,
             )  # fmt: skip
             step += 1
-        mbarrier.arrive(q_empty, count=1)
+        mbarrier.arrive(q_empty.index(buffer), count=1)
         total = gl.sum(sums, 0)
         row = opaque(gl.arange(0, ROWS, ACROSS))
         reached = level(row_max, total)

@@ -1,6 +1,7 @@
 """mla_decode cut by load, in Gluon for Hopper, where heads are few and each sequence has one query.
 
-It is cut and folded as for many heads, see runs_kernel.py.
+It is cut and folded as for many heads, see runs_kernel.py. A launch that folds together begins while the one before it
+ends, and waits for that before it reads or writes anything.
 
     producer       latents, a page's rows at a time, and the queries, as for many heads
     consumer       everything else, for up to 32 heads
@@ -10,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from kernels.hopper.launches import allow_next_launch
 from kernels.mla_decode.hopper.few_runs_consumer import attend_few_run
 from kernels.mla_decode.hopper.runs_barriers import init_latent_barriers, latent_barriers
 from kernels.mla_decode.hopper.runs_stream import stream_runs
@@ -45,19 +47,21 @@ def attend_few_runs(
     TOGETHER: gl.constexpr,
     WANTS_LSE: gl.constexpr,
 ):
+    if TOGETHER:  # a fold behind would take room while programs have yet to end
+        allow_next_launch()
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     HANDED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=2 * ROWS, element_bitwidth=16, rank=2)
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    q_left = gl.allocate_shared_memory(gl.bfloat16, [1, ROWS, 256], LAYOUT)
-    q_right = gl.allocate_shared_memory(gl.bfloat16, [1, ROWS, 256], LAYOUT)
-    q_rope = gl.allocate_shared_memory(gl.bfloat16, [1, ROWS, 64], LAYOUT)
+    q_left = gl.allocate_shared_memory(gl.bfloat16, [2, ROWS, 256], LAYOUT)
+    q_right = gl.allocate_shared_memory(gl.bfloat16, [2, ROWS, 256], LAYOUT)
+    q_rope = gl.allocate_shared_memory(gl.bfloat16, [2, ROWS, 64], LAYOUT)
     left = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, 256], LAYOUT)
     right = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, 256], LAYOUT)
     rope = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, 64], LAYOUT)
     handed = gl.allocate_shared_memory(gl.bfloat16, [TILE, ROWS], HANDED)
-    q_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    q_empty = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     halves, rope_bars = latent_barriers(STAGES)
     queue = gl.allocate_shared_memory(gl.int32, [16, 1], VECTOR)
     queue_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
@@ -65,9 +69,9 @@ def attend_few_runs(
     for s in gl.static_range(2):
         mbarrier.init(queue_full.index(s), count=1)
         mbarrier.init(queue_empty.index(s), count=1)
+        mbarrier.init(q_full.index(s), count=1)
+        mbarrier.init(q_empty.index(s), count=1)
     work = (queue, queue_full, queue_empty)
-    mbarrier.init(q_full, count=1)
-    mbarrier.init(q_empty, count=1)
     init_latent_barriers(halves, rope_bars, STAGES)
     plan = (items_ptr, firsts_ptr, tables_ptr)
     results = (out_ptr, lse_ptr, parts_ptr, levels_ptr)
@@ -83,7 +87,7 @@ def attend_few_runs(
             (attend_few_run, (results, together, scale_log2, num_tokens, shared, bars, work,
                                HEADS, TILE, STAGES, ROWS, SLOT_ROWS, TOGETHER, WANTS_LSE)),
             (stream_runs, (q_half_desc, q_rope_desc, half_desc, rope_desc, plan, page_rows, stride_tables_seq,
-                            shared, bars, work, HEADS, PAGE, TILE, STAGES, ROWS)),
+                            shared, bars, work, HEADS, PAGE, TILE, STAGES, ROWS, True)),
         ],
         [1],
         [56],

@@ -78,7 +78,9 @@ def _kernel_of(
         options |= {"SLOT_ROWS": plan.slot_rows, "TOGETHER": together}
         options |= {"launch_cooperative_grid": together}  # see grid_barrier
         runs = (plan.parts, plan.levels, plan.items, plan.firsts, plan.counts, plan.shared, plan.arrivals)
-        return (attend_few_runs, runs, options | {"ROWS": plan.rows}) if plan.few else (attend_runs, runs, options)
+        if plan.few:
+            return attend_few_runs, runs, options | {"ROWS": plan.rows, "launch_pdl": together}
+        return attend_runs, runs, options
     options |= {"LEAF": plan.tree.leaf}
     leaves = (plan.acc, plan.row_max, plan.row_sum, plan.sums, plan.items, plan.counts)
     if plan.few:

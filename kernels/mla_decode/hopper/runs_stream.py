@@ -1,13 +1,14 @@
 """The producer warp of mla_decode cut by load: latents, box by box, and queries into shared memory.
 
 Its program's items lie one behind the other in the plan. The rotary part of a tile has barriers of its own: it is free
-once the scores are there, long before the values are.
+once the scores are there, long before the values are. Few heads' queries have two buffers.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from kernels.hopper.launches import wait_for_last_launch
 from kernels.hopper.work_queue import publish
 from kernels.mla_decode.hopper.leaves import planned_item
 from kernels.mla_decode.hopper.stream import box_rows, copy_boxes, load_queries
@@ -30,16 +31,19 @@ def stream_runs(
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
     ROWS: gl.constexpr,
+    FEW: gl.constexpr,
 ):
     items_ptr, firsts_ptr, tables_ptr = plan
     q_left, q_right, q_rope, left, right, rope = shared[0]
-    _, _, left_full, left_empty, right_full, right_empty = bars[0]
+    q_full, q_empty, left_full, left_empty, right_full, right_empty = bars[0]
     rope_full, rope_empty = bars[1]
     BOX: gl.constexpr = PAGE if PAGE < TILE else TILE
     BOXES: gl.constexpr = TILE // BOX
     tiles = (q_left.index(0), q_right.index(0), q_rope.index(0), left, right, rope)
     step = 0
     turn = 0
+    # It may have written what is read here and behind, and read what is written.
+    wait_for_last_launch()
     index = gl.load(firsts_ptr + gl.program_id(0))
     stop_index = gl.load(firsts_ptr + gl.program_id(0) + 1)
     # Where each program has one item, it is read without waiting for its index.
@@ -51,7 +55,13 @@ def stream_runs(
         publish(work[0], work[1], work[2], turn, (q_start, q_len, tile, first, stop, length, slot))
         q_row = q_start * HEADS + tile * ROWS
         row_ptr = tables_ptr + seq.to(gl.int64) * stride_tables_seq
-        if turn == 0:
+        if FEW:
+            # Into one of two buffers: the last item's are still in use.
+            buffer = turn % 2
+            held = (q_left.index(buffer), q_right.index(buffer), q_rope.index(buffer), left, right, rope)
+            held_bars = (q_full.index(buffer), q_empty.index(buffer), left_full, left_empty, right_full, right_empty)
+            load_queries(q_half_desc, q_rope_desc, q_row, turn // 2, held, held_bars, ROWS)
+        elif turn == 0:
             # While the block table is read.
             load_queries(q_half_desc, q_rope_desc, q_row, turn, tiles, bars[0], ROWS)
         rows = box_rows(row_ptr, first, stop, page_rows, PAGE, BOX, BOXES)
@@ -67,13 +77,13 @@ def stream_runs(
             mbarrier.wait(right_empty.index(s), phase)
             mbarrier.expect(right_full.index(s), TILE * 256 * 2)
             copy_boxes(half_desc, 256, rows, right_full.index(s), right.index(s), BOX, BOXES)
-            if (key == first) & (turn > 0):
+            if not FEW and (key == first) & (turn > 0):
                 # Behind the first latents: these have room before the last item's queries are done with.
                 load_queries(q_half_desc, q_rope_desc, q_row, turn, tiles, bars[0], ROWS)
             # Read behind this tile's copies, while there is no room for the next.
             rows = box_rows(row_ptr, key + TILE, stop, page_rows, PAGE, BOX, BOXES)
             step += 1
-        if (first >= stop) & (turn > 0):
+        if not FEW and (first >= stop) & (turn > 0):
             load_queries(q_half_desc, q_rope_desc, q_row, turn, tiles, bars[0], ROWS)
         turn += 1
         index += 1
