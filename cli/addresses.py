@@ -5,6 +5,7 @@ A variable that all workers read (STEMCACHE_WORKER_LISTEN) names the first one's
 
 from __future__ import annotations
 
+import random
 import socket
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -15,6 +16,8 @@ LOOPBACK = "127.0.0.1"
 CACHE_METRICS_PORT = 9400
 WORKER_METRICS_PORT = 9500
 ANY = HostPort(LOOPBACK, 0)
+# Below those that Linux gives to connections, from 32,768 on.
+FREE_PORTS = range(10_000, 20_000)
 
 
 class CannotStart(Exception):
@@ -156,10 +159,14 @@ def free_port() -> int:
 
 
 def _free_ports() -> Iterator[int]:
-    while True:
-        with socket.socket() as probe:
-            probe.bind((LOOPBACK, 0))
-            yield int(probe.getsockname()[1])
+    """Yields loopback ports that are free now, drawn at random: what asks for one at the same time gets another.
+
+    Not those that the system gives to connections: a service listens seconds later, and one may have its port by then.
+    """
+    for port in random.SystemRandom().sample(FREE_PORTS, len(FREE_PORTS)):
+        if is_free(LOOPBACK, port):
+            yield port
+    raise CannotStart(f"no port from {FREE_PORTS.start} to {FREE_PORTS.stop - 1} is free")
 
 
 def is_free(host: str, port: int) -> bool:

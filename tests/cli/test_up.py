@@ -186,6 +186,15 @@ def test_a_usual_metrics_port_that_is_taken_becomes_a_free_one(monkeypatch: pyte
         assert cache.metrics.rpartition(":")[2] not in ("0", str(port))
 
 
+def test_free_ports_are_none_that_a_connection_could_get() -> None:
+    """A worker listens seconds after its port was drawn; now and then a connection of another process had it then."""
+    cache, (worker,) = choose(1, 0, 0, {})
+    drawn = {int(address.rpartition(":")[2]) for address in (*cache[:3], *worker[:3])}
+    assert len(drawn) == 6
+    assert drawn <= set(addresses.FREE_PORTS)
+    assert max(addresses.FREE_PORTS) < 32_768
+
+
 def test_up_takes_what_the_variables_say(tmp_path: Path) -> None:
     metrics = free_port()
     variables = {
