@@ -95,3 +95,15 @@ def row_mask(ok, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     if BLOCK > SIZE:
         mask = mask & (tl.arange(0, BLOCK) < SIZE)[None, :]
     return mask
+
+
+@triton.jit
+def query_span(cu_q_ptr, seqlens_ptr, seq, HAS_SPANS: tl.constexpr):
+    """Returns (first row of q, tokens, keys) of a sequence; without spans each has one token."""
+    length = tl.load(seqlens_ptr + seq)
+    start = seq
+    tokens = length * 0 + 1
+    if HAS_SPANS:
+        start = tl.load(cu_q_ptr + seq).to(tl.int64)
+        tokens = tl.load(cu_q_ptr + seq + 1) - start.to(tl.int32)
+    return start, tokens, length

@@ -16,11 +16,12 @@ import triton.language as tl
 
 from kernels import softmax
 from kernels.addressing import layout_index
-from kernels.addressing.triton import load_keys_values
+from kernels.addressing.triton import load_keys_values, query_span
 from kernels.decode_attention.call import DecodeCall
+from kernels.decode_attention.merge_triton import merge
 from kernels.fp8 import ScaleKind
 from kernels.layout import pack_width
-from kernels.softmax.triton import LN_2, LOG2_E, MASKED, NO_KEYS
+from kernels.softmax.triton import MASKED, NO_KEYS
 
 SPLIT = 256
 # The smallest tile that tensor cores take. More rows take more programs: a larger tile would be multiplied by other
@@ -31,18 +32,6 @@ ROWS = 16
 def key_block(dim: int) -> int:
     """Keys of one tile: as many as four warps hold in their registers."""
     return 64 if dim <= 128 else 32
-
-
-@triton.jit
-def query_span(cu_q_ptr, seqlens_ptr, seq, HAS_SPANS: tl.constexpr):
-    """(first row of q, tokens, keys) of a sequence."""
-    length = tl.load(seqlens_ptr + seq)
-    start = seq
-    tokens = length * 0 + 1
-    if HAS_SPANS:
-        start = tl.load(cu_q_ptr + seq).to(tl.int64)
-        tokens = tl.load(cu_q_ptr + seq + 1) - start.to(tl.int32)
-    return start, tokens, length
 
 
 # What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
@@ -168,75 +157,6 @@ def attend_split(
     tl.store(row_sum_ptr + part, row_sum, mask=live)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "max_splits"])
-def merge_splits(
-    out_ptr,
-    lse_ptr,
-    sinks_ptr,
-    acc_ptr,
-    row_max_ptr,
-    row_sum_ptr,
-    seqlens_ptr,
-    cu_q_ptr,
-    num_tokens,
-    max_splits,
-    stride_out_token,
-    stride_out_head,
-    HEADS: tl.constexpr,
-    GQA_GROUP: tl.constexpr,
-    TOKENS: tl.constexpr,
-    D: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    HAS_SPANS: tl.constexpr,
-    WANTS_LSE: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-):
-    head = tl.program_id(0)
-    token = tl.program_id(1)
-    seq = tl.program_id(2).to(tl.int64)
-    start, tokens, length = query_span(cu_q_ptr, seqlens_ptr, seq, HAS_SPANS)
-    if token >= tokens:
-        return
-    lowest = 0
-    if WINDOW > 0:
-        lowest = tl.maximum(length - tokens - WINDOW + 1, 0)
-    d = tl.arange(0, BLOCK_D)
-    row_max = tl.full([], NO_KEYS, tl.float32)
-    row_sum = 0.0
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    for split in tl.range(lowest // SPLIT, tl.cdiv(length, SPLIT)):
-        part = (
-            ((seq * max_splits + split) * HEADS + head // GQA_GROUP) * (TOKENS * GQA_GROUP)
-            + token * GQA_GROUP
-            + head % GQA_GROUP
-        )
-        part_max = tl.load(row_max_ptr + part)
-        new_max = tl.maximum(row_max, part_max)
-        decay = tl.exp2(row_max - new_max)
-        weight = tl.exp2(part_max - new_max)
-        row_sum = row_sum * decay + tl.load(row_sum_ptr + part) * weight
-        acc = acc * decay + tl.load(acc_ptr + part * D + d, mask=d < D, other=0.0) * weight
-        row_max = new_max
-    if HAS_SINKS:
-        # Here and not in the splits, or it would count once for each of them; a row without keys has none.
-        sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
-        sink = tl.where(length > 0, sink, float("-inf"))
-        new_max = tl.maximum(row_max, sink)
-        decay = tl.exp2(row_max - new_max)
-        row_sum = row_sum * decay + tl.exp2(sink - new_max)
-        acc = acc * decay
-        row_max = new_max
-    out = tl.div_rn(acc, tl.where(row_sum == 0.0, 1.0, row_sum))
-    row = start + token
-    out_at = row * stride_out_token + head * stride_out_head + d
-    tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=d < D)
-    if WANTS_LSE:
-        lse = tl.where(row_sum == 0.0, float("-inf"), (row_max + tl.log2(row_sum)) * LN_2)
-        tl.store(lse_ptr + head.to(tl.int64) * num_tokens + row, lse)
-
-
 def launch(call: DecodeCall, out: torch.Tensor, lse: torch.Tensor | None) -> None:
     """Launches over checked arguments; there is at least one sequence."""
     q, k_pages, v_pages, spec, num_seqs = call.q, call.k_pages, call.v_pages, call.spec, call.num_seqs
@@ -291,29 +211,4 @@ def launch(call: DecodeCall, out: torch.Tensor, lse: torch.Tensor | None) -> Non
             num_warps=4,
             **sizes,
         )
-        _merge(call, (acc, row_max, row_sum), splits, sizes, out, lse)
-
-
-def _merge(
-    call: DecodeCall,
-    partials: tuple[torch.Tensor, ...],
-    splits: int,
-    sizes: dict[str, int],
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-) -> None:
-    merge_splits[(call.spec.q_heads, call.max_q_tokens, call.num_seqs)](
-        out,
-        lse if lse is not None else out,
-        call.sinks if call.sinks is not None else out,
-        *partials,
-        call.seqlens_k,
-        call.spans_or_any,
-        call.q.shape[0],
-        splits,
-        *out.stride()[:2],
-        WANTS_LSE=lse is not None,
-        HAS_SINKS=call.sinks is not None,
-        num_warps=1,
-        **sizes,
-    )
+        merge(call, (acc, row_max, row_sum), splits, sizes, out, lse)
