@@ -16,8 +16,9 @@ import triton.language as tl
 from kernels import softmax
 from kernels.addressing.triton import row_mask
 from kernels.compressed_attention.call import CompressedCall, most_keys
+from kernels.compressed_attention.merge_triton import finished, fold_pieces, folded, listed
 from kernels.errors import KernelArgumentError
-from kernels.softmax.triton import LOG2_E, MASKED, NO_KEYS
+from kernels.softmax.triton import MASKED, NO_KEYS
 
 LEAST_BLOCK = 16  # the least that a product's operand is wide
 # Heads of a program: with more, its sums no longer fit in registers.
@@ -34,18 +35,6 @@ MAX_DIM = 512
 MOST_PARTS = 1024
 # Programs where there is no GPU: few, so that one takes several rows.
 INTERPRETED_PROGRAMS = 4
-
-
-@triton.jit
-def listed(num_keys_ptr, token, WINDOW: tl.constexpr, RATIO: tl.constexpr, K: tl.constexpr):
-    """Returns how many keys a row sees, how many of them its window has, and how many keys its list has."""
-    num_keys = tl.load(num_keys_ptr + token)
-    in_window = tl.minimum(num_keys, WINDOW)
-    count = in_window
-    if RATIO:
-        seen = num_keys // RATIO
-        count += tl.minimum(seen, K) if K else seen
-    return num_keys, in_window, count
 
 
 @triton.jit
@@ -111,26 +100,6 @@ def attend_piece(
         acc = tl.dot(weights.to(keys.dtype), keys, acc * decay[:, None])
         row_max = new_max
     return acc, row_max, row_sum
-
-
-@triton.jit
-def folded(acc, row_max, row_sum, part_acc, part_max, part_sum):
-    """Returns the softmax state of a sum and one more piece."""
-    new_max = tl.maximum(row_max, part_max)
-    keep = tl.exp2(row_max - new_max)
-    weight = tl.exp2(part_max - new_max)
-    acc = tl.fma(acc, tl.zeros_like(acc) + keep[:, None], part_acc * weight[:, None])
-    return acc, new_max, tl.fma(row_sum, keep, part_sum * weight)
-
-
-@triton.jit
-def finished(acc, row_max, row_sum, sink):
-    """Returns the output of a row's whole list: a sink is in the sum of weights, once, and adds no value."""
-    blank = tl.zeros_like(sink)
-    new_max = tl.maximum(row_max, sink * LOG2_E)
-    decay = tl.exp2(row_max - new_max)
-    total = tl.fma(row_sum, decay, tl.exp2(tl.fma(sink, blank + LOG2_E, -new_max)))
-    return acc * (decay / tl.where(total == 0.0, 1.0, total))[:, None]
 
 
 # What changes from batch to batch is not specialised on: a new value, or rows that begin elsewhere, must not mean a new
@@ -225,43 +194,6 @@ def attend_compressed(
                     sink = tl.load(sinks_ptr + head, mask=live, other=0.0)
                     out = finished(acc, row_max, row_sum, sink).to(out_ptr.dtype.element_ty)
                     tl.store(out_ptr + row_at, out, mask=row_mask(live, D, BLOCK_D))
-
-
-@triton.jit(do_not_specialize=["max_pieces"], do_not_specialize_on_alignment=["num_keys_ptr"])
-def fold_pieces(
-    num_keys_ptr,
-    sinks_ptr,
-    out_ptr,
-    acc_ptr,
-    row_max_ptr,
-    row_sum_ptr,
-    max_pieces,
-    WINDOW: tl.constexpr,
-    RATIO: tl.constexpr,
-    K: tl.constexpr,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    PIECE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    TILES: tl.constexpr = (HEADS + ROWS - 1) // ROWS
-    head = tl.program_id(0) % HEADS + tl.arange(0, 1)
-    token = (tl.program_id(0) // HEADS).to(tl.int64)
-    _, _, count = listed(num_keys_ptr, token, WINDOW, RATIO, K)
-    d = tl.arange(0, BLOCK_D)[None, :]
-    at = (token * TILES + head // ROWS) * max_pieces * ROWS + head % ROWS
-    acc = tl.load(acc_ptr + at[:, None] * BLOCK_D + d)
-    row_max = tl.load(row_max_ptr + at)
-    row_sum = tl.load(row_sum_ptr + at)
-    for _ in tl.range(PIECE, count, PIECE):
-        at += ROWS
-        part_acc = tl.load(acc_ptr + at[:, None] * BLOCK_D + d)
-        acc, row_max, row_sum = folded(
-            acc, row_max, row_sum, part_acc, tl.load(row_max_ptr + at), tl.load(row_sum_ptr + at)
-        )
-    out = finished(acc, row_max, row_sum, tl.load(sinks_ptr + head)).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + (token * HEADS + head)[:, None] * D + d, out, mask=d < D)
 
 
 def check_dims(call: CompressedCall) -> None:

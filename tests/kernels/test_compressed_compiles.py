@@ -134,7 +134,8 @@ def test_compressed_attention_in_phases(phase: str, heads: int, of_page: int, k:
 
 
 def test_the_fold_of_pieces() -> None:
-    from kernels.compressed_attention.triton import PIECE, fold_pieces
+    from kernels.compressed_attention.merge_triton import fold_pieces
+    from kernels.compressed_attention.triton import PIECE
 
     constants = {
         "WINDOW": 128, "RATIO": 4, "K": 512, "HEADS": 128, "D": 512, "PIECE": PIECE, "ROWS": 64,
