@@ -116,20 +116,26 @@ def mamba2_inputs(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 
 
 def update(name: str, rolling: bool) -> list[Measurement]:
-    """B64 decode of one layer: what is counted is each state, read once and written once, or twice."""
+    """B64 decode of one layer: each state is read once and written once, or twice; the tokens' rows add 1 %."""
     slots, cu = slots_for(DECODES, rolling=rolling), begins(DECODES, 1)
-    delta, mamba2 = delta_inputs(DECODES, name.endswith(BY_CHANNEL)), mamba2_inputs(DECODES)
-    pool = pool_for(slots, *(MAMBA2[1:] if name == "update_mamba2" else DELTA[1:]))
+    is_mamba2 = name == "update_mamba2"
+    *rows, steps = mamba2_inputs(DECODES) if is_mamba2 else delta_inputs(DECODES, name.endswith(BY_CHANNEL))
+    pool = pool_for(slots, *(MAMBA2[1:] if is_mamba2 else DELTA[1:]))
 
     def op(backend: Backend, states: torch.Tensor) -> torch.Tensor:
-        if name == "update_mamba2":
-            return update_mamba2(*mamba2, states, cu, slots, backend=backend)
-        return update_gated_delta(*delta, states, cu, slots, norm_eps=1e-6, backend=backend)
+        if is_mamba2:
+            return update_mamba2(*rows, steps, states, cu, slots, backend=backend)
+        return update_gated_delta(*rows, steps, states, cu, slots, norm_eps=1e-6, backend=backend)
 
-    amount = 4e-9 * DECODES * pool[0].numel() * (3 if rolling else 2)
+    out = op(Backend.AUTO, pool)
+    num_bytes = DECODES * pool[0].nbytes * (3 if rolling else 2) + sum(tensor.nbytes for tensor in (*rows, out))
     case = f"B{DECODES}{', rolling' if rolling else ''}"
     run = partial(op, Backend.AUTO, pool)
-    return [Measurement(name, case, amount, run, partial(state_error, op, pool), OUT_TOLERANCE)]
+    # What a copy reaches that reads and writes as many bytes.
+    source = torch.empty(num_bytes // 2, dtype=torch.uint8, device=DEVICE)
+    copied = Peer("copy_", partial(torch.empty_like(source).copy_, source), 1e-9 * num_bytes)
+    error = partial(state_error, op, pool)
+    return [Measurement(name, case, 1e-9 * num_bytes, run, error, OUT_TOLERANCE, (copied,))]
 
 
 def scan(name: str, tokens: int, left: tuple[int, ...]) -> list[Measurement]:
