@@ -105,29 +105,28 @@ def test_compressed_attention_in_gluon(heads: int, of_page: int, k: int, splits:
 @pytest.mark.parametrize(
     ("phase", "heads", "of_page", "k", "group"),
     [
-        ("SCORES", 128, 32, 1024, 16), ("WEIGHTS", 128, 32, 1024, 16), ("VALUES", 128, 32, 1024, 16),
-        ("SCORES", 16, 1, 0, 16), ("VALUES", 16, 1, 0, 16), thorough("WEIGHTS", 16, 1, 0, 16),
-        ("SCORES", 128, 32, 512, 8), ("BOTH", 128, 32, 512, 8), ("BOTH", 16, 1, 0, 16), thorough("BOTH", 8, 0, 0, 8),
-        ("FOLD", 128, 1, 0, 1),
+        ("WEIGHTS", 128, 32, 1024, 16), ("VALUES", 128, 32, 1024, 16), ("VALUES", 64, 32, 1024, 8),
+        ("WEIGHTS", 128, 32, 512, 8), ("VALUES", 128, 32, 512, 8), ("VALUES", 16, 1, 0, 16), ("FOLD", 128, 1, 0, 1),
+        thorough("WEIGHTS", 16, 1, 0, 16), thorough("VALUES", 8, 0, 0, 8),
     ],
 )  # fmt: skip
 def test_compressed_attention_in_phases(phase: str, heads: int, of_page: int, k: int, group: int) -> None:
     from kernels.compressed_attention.hopper import phases
-    from kernels.compressed_attention.hopper.launch import MOST_SHORT, PIECE
+    from kernels.compressed_attention.hopper.launch import LONG_KEYS, MOST_SHORT, PIECE, SHORT_KEYS
 
-    is_short = phase == "BOTH" or k == 512
+    is_short, warps = k == 512, 1 if phase == "FOLD" else 4
     constants = {
         "PHASE": getattr(phases, phase).value, "PIECE": MOST_SHORT if is_short else PIECE, "WINDOW": 128,
         "RATIO": ratio_of(of_page), "K": k, "HEADS": heads, "PAGE": 128, "OF_PAGE": of_page or 128,
-        "KEYS": 32 if is_short else 64, "GROUP": group, "ARRIVALS": max(heads // group * 8, 32),
+        "KEYS": SHORT_KEYS if is_short else LONG_KEYS, "GROUP": group, "ARRIVALS": max(heads // group * 8, 32),
+        "WARPS": warps,
     }  # fmt: skip
     kinds = {name: pointer(name) for name in phases.attend_in_phases.arg_names if name.endswith("_ptr")}
-    warps = {"BOTH": group // 2, "FOLD": 1}.get(phase, 4)
     built = compile_gluon(phases.attend_in_phases, constants, {**kinds, "scale_log2": "fp32"}, num_warps=warps)
-    has_products = phase in ("SCORES", "VALUES", "BOTH")
+    has_products = phase in ("WEIGHTS", "VALUES")
     assert has_products == ("wgmma.mma_async" in built.ptx and "cp.async" in built.ptx) and not built.serialised
     assert not built.spills and built.shared_bytes <= MOST_SHARED_BYTES
-    if phase in ("VALUES", "BOTH"):
+    if phase == "VALUES":
         # Keys are on their way before the launches before have ended, and nothing is written.
         before = built.ptx.partition("griddepcontrol.wait")[0]
         assert "cp.async.cg" in before and "st.global" not in before

@@ -95,10 +95,10 @@ class TestOnHopper:
             assert_same_bits(many.run(Backend.GLUON), together.repeat(20, 1, 1))
 
     @pytest.mark.parametrize("heads", [1, 16, 65, 128])
-    @pytest.mark.parametrize(("ratio", "k"), [(4, 512), (1, 2000), (1, 0), (0, 0)])
+    @pytest.mark.parametrize(("ratio", "k"), [(4, 512), (1, 1024), (1, 2000), (1, 0), (0, 0)])
     def test_launches_of_few_rows_have_the_same_bits(self, ratio: int, k: int, heads: int) -> None:
-        """Lists that end with a tile and within one, of up to three pieces, and these in programs of their own; so few
-        rows that programs make weights and values."""
+        """Lists that end with a tile and within one, of up to three pieces, and these in programs of their own; rows
+        together and a few of them, whose programs have fewer heads."""
         from kernels.compressed_attention.hopper.launch import attend_few_rows, attend_rows
 
         case = make(heads, ratio=ratio, k=k, window_tokens=128)
@@ -197,9 +197,10 @@ def test_which_kernels_a_launch_takes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "heads", "keys", "wanted"),
-    [(1, 128, 640, 8), (2, 128, 640, 16), (3, 128, 640, None), (1, 128, 704, None), (8, 16, 640, 8), (9, 16, 64, 16)],
+    ("heads", "parts", "multiprocessors", "wanted"),
+    [(128, 8, 132, 8), (64, 8, 132 - 18, 8), (128, 8, 132 - 36, 16), (8, 64, 132, 8), (16, 72, 132, 16)],
 )
-def test_how_many_heads_a_program_weighs_and_attends(tokens: int, heads: int, keys: int, wanted: int | None) -> None:
+def test_how_many_heads_a_program_has(heads: int, parts: int, multiprocessors: int, wanted: int) -> None:
+    """Few where all programs are on the card together."""
     launch = pytest.importorskip("kernels.compressed_attention.hopper.launch")
-    assert launch.heads_of_both(tokens, heads, keys, 132) == wanted
+    assert launch.group_of(heads, parts, multiprocessors) == wanted

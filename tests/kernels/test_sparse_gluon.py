@@ -324,14 +324,18 @@ def test_which_launches_have_few_rows(tokens: int, heads: int, few: bool) -> Non
 
 
 @pytest.mark.parametrize(
-    ("tokens", "heads", "group"),
-    [(1, 128, 32), (2, 128, 32), (3, 128, 64), (4, 64, 32), (5, 64, 64), (1, 1, 8), (12, 16, 16), (12, 33, 64)],
-)
-def test_programs_of_few_rows_have_more_heads_where_they_are_many(tokens: int, heads: int, group: int) -> None:
+    ("tokens", "heads", "form"),
+    [
+        (1, 128, (64, 32)), (2, 128, (64, 32)), (3, 128, (64, 64)), (1, 64, (32, 16)), (4, 64, (64, 32)),
+        (5, 64, (64, 64)), (1, 16, (32, 8)), (1, 1, (32, 8)), (12, 16, (64, 16)),
+        (4, 33, (64, 32)), (9, 33, (64, 64)),
+    ],
+)  # fmt: skip
+def test_programs_of_few_rows_are_larger_where_they_are_many(tokens: int, heads: int, form: tuple[int, int]) -> None:
     pytest.importorskip("triton")
-    from kernels.sparse_latent_attention.hopper.few_launch import group_of
+    from kernels.sparse_latent_attention.hopper.few_launch import form_of
 
-    assert group_of(heads, tokens * 16, 132) == group
+    assert form_of(tokens, heads, 2048, 132) == form
 
 
 def test_asking_for_the_kernels_where_they_cannot_run_is_refused() -> None:

@@ -9,7 +9,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.compressed_attention.call import CompressedCall, most_keys
 from kernels.compressed_attention.hopper.kernel import attend_window_and_entries
-from kernels.compressed_attention.hopper.phases import BOTH, FOLD, SCORES, VALUES, WEIGHTS, attend_in_phases
+from kernels.compressed_attention.hopper.phases import FOLD, VALUES, WEIGHTS, attend_in_phases
 from kernels.device import num_multiprocessors
 from kernels.softmax import LOG2_E
 
@@ -27,15 +27,16 @@ PIECE = 1152
 MOST_TILES = 16
 # Partial results of a launch whose pieces are programs of their own: 128 MiB of them.
 MOST_PARTS = 1024
-# Keys of a list up to which the programs that make values make weights too, and heads of these, more where programs
-# would be more than multiprocessors. With 8 and 16 heads, and in three launches, 128 heads and 512 entries take 11.0,
-# 11.9 and 12.6 us of an H200, two rows 13.3, 12.1 and 13.3; of 1,024 entries two launches took 14.8, three 13.5.
-MOST_SHORT = 640
-GROUPS_OF_BOTH = (8, 16)
 PARTS = 8  # of the columns
-# Heads of a program that walks a piece's tiles there. Of 8, 16 and 32 one decoding sequence takes 15.7, 14.4 and 14.5
-# us, four take 23.0, 17.5 and 17.1; with 1,024 entries 32 do not fit in shared memory.
-GROUP, LEAST_GROUP = 16, 8
+# Keys of lists up to which `least_piece` is smaller. There two programs share a multiprocessor.
+MOST_SHORT = 640
+# Keys of a program of the first launch, with lists up to MOST_SHORT and beyond, and heads of one of the second, the
+# least where no program waits for another's place: those of the second launch read lists and keys while the first one
+# makes weights. Microseconds of one row on an H200 with (32, 8), (32, 16), (64, 8) and (64, 16): 512 entries, 128 heads
+# 9.8, 10.1, 11.0 and 9.8, 64 heads 9.6, 9.4, 9.8 and 10.1; 1,024 entries, 128 heads 13.1, 13.6, 13.8 and 11.3, 64
+# heads 10.6, 10.8, 10.4 and 11.1. Two rows of 128 heads with 1,024 entries take 14.2 with 16 heads, 14.9 with 32.
+SHORT_KEYS, LONG_KEYS = 32, 64
+LEAST_GROUP, GROUP = 8, 16
 
 
 def launch(call: CompressedCall, out: torch.Tensor) -> None:
@@ -82,9 +83,9 @@ def attend_rows(call: CompressedCall, out: torch.Tensor, *, splits: bool) -> Non
         )  # fmt: skip
         if splits:
             attend_in_phases[(rows,)](
-                q, *keys, call.sinks, out, *[acc] * 5, row_max, acc, row_sum, call.rows.num_keys, 0.0, 0, pieces,
-                *strides, PHASE=FOLD.value, PIECE=PIECE, KEYS=1, GROUP=1, ARRIVALS=1, num_warps=1, launch_pdl=True,
-                **sizes,
+                q, *keys, call.sinks, out, acc, row_max, *[acc] * 2, row_sum, call.rows.num_keys, 0.0, 0, pieces,
+                *strides, PHASE=FOLD.value, PIECE=PIECE, KEYS=1, GROUP=1, ARRIVALS=1, WARPS=1, num_warps=1,
+                launch_pdl=True, **sizes,
             )  # fmt: skip
 
 
@@ -94,42 +95,33 @@ def attend_few_rows(call: CompressedCall, out: torch.Tensor) -> None:
     tokens, heads, _ = q.shape
     key_tiles, pieces = triton.cdiv(most_keys(call), TILE), triton.cdiv(most_keys(call), piece)
     tiles = triton.cdiv(heads, ROWS) * key_tiles
-    both = heads_of_both(tokens, heads, piece * pieces, num_multiprocessors(q.device))
-    group = both or min(GROUP, max(triton.next_power_of_2(heads), LEAST_GROUP))
-    parts, halves = triton.cdiv(heads, group) * PARTS, 2 if both else 1
+    of_program = SHORT_KEYS if piece <= MOST_SHORT else LONG_KEYS
+    halves, others = TILE // of_program, 0 if piece <= MOST_SHORT else tokens * tiles
+    group = group_of(heads, tokens * PARTS * pieces, num_multiprocessors(q.device) - others)
+    parts = triton.cdiv(heads, group) * PARTS
 
     def buffer(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty((tokens, *shape), dtype=dtype, device=q.device)
 
-    scores, peaks = buffer(tiles, ROWS, TILE), buffer(tiles, halves, ROWS)
-    weights = buffer(0 if both else tiles, ROWS, TILE, dtype=q.dtype)
-    decays, sums, row_max = (buffer(0 if both else tiles, ROWS) for _ in range(3))
+    weights = buffer(tiles, ROWS, TILE, dtype=q.dtype)
+    row_max, sums = (buffer(tiles, halves, ROWS) for _ in range(2))
     shared = pieces if pieces > 1 else 0
-    acc, row_sum = buffer(parts, shared, TILE, group), buffer(parts, shared, group)
+    acc, row_sum = buffer(parts, shared, TILE, group), buffer(parts, shared, 2, group)
     arrivals = buffer(triton.next_power_of_2(parts), dtype=torch.int32)
     keys, strides, sizes = arguments(call)
-    phases = [
-        (SCORES, (tiles * halves, tokens), 4),
-        (WEIGHTS, (tiles, tokens), 4),
-        (VALUES, (parts, tokens, pieces), 4),
-    ]
-    if both:
-        phases[1:] = [(BOTH, (parts, tokens), both // 2)]
+    phases = ((WEIGHTS, (tiles * halves, tokens)), (VALUES, (parts, tokens, pieces)))
     with torch.cuda.device_of(q):
-        for phase, grid, warps in phases:
+        for phase, grid in phases:
             attend_in_phases[grid](
-                q, *keys, call.sinks, out, scores, peaks, weights, decays, sums, row_max, acc, row_sum, arrivals,
-                call.scale * LOG2_E, key_tiles, pieces, *strides, PHASE=phase.value, PIECE=piece, KEYS=TILE // halves,
-                GROUP=group, ARRIVALS=arrivals.shape[1], num_warps=warps, launch_pdl=True, **sizes,
+                q, *keys, call.sinks, out, weights, row_max, sums, acc, row_sum, arrivals, call.scale * LOG2_E,
+                key_tiles, pieces, *strides, PHASE=phase.value, PIECE=piece, KEYS=of_program, GROUP=group,
+                ARRIVALS=arrivals.shape[1], WARPS=4, num_warps=4, launch_pdl=True, **sizes,
             )  # fmt: skip
 
 
-def heads_of_both(tokens: int, heads: int, keys: int, multiprocessors: int) -> int | None:
-    """Returns how many heads a program has that makes weights and values; None where they are made apart."""
-    if keys > MOST_SHORT:
-        return None
-    some = (group for group in GROUPS_OF_BOTH if tokens * triton.cdiv(heads, group) * PARTS <= multiprocessors)
-    return next(some, None)
+def group_of(heads: int, parts: int, multiprocessors: int) -> int:
+    """Returns how many heads a program of the last launch has; `parts` are the programs that a group of heads has."""
+    return LEAST_GROUP if parts * triton.cdiv(heads, LEAST_GROUP) <= multiprocessors else GROUP
 
 
 def least_piece(call: CompressedCall) -> int:

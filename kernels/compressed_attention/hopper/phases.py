@@ -1,8 +1,7 @@
-"""The launches of compressed_attention for Hopper around `kernel`: one kernel in five phases.
+"""The launches of compressed_attention for Hopper around `kernel`: one kernel in three phases.
 
-SCORES, WEIGHTS, VALUES    where a launch has few rows, in this order (`kernels.hopper.gathered.few`)
-SCORES, BOTH               where it has few rows with short lists
-FOLD                       behind `kernel`, where each piece of a list had a program of its own
+WEIGHTS, VALUES    where a launch has few rows, in this order (`kernels.hopper.gathered.few`)
+FOLD               behind `kernel`, where each piece of a list had a program of its own
 """
 
 from triton.experimental import gluon
@@ -10,37 +9,28 @@ from triton.experimental.gluon import language as gl
 
 from kernels.compressed_attention.hopper.few_lists import count_in, read_list, rows_in
 from kernels.compressed_attention.hopper.kernel import addresses_of, count_of
-from kernels.hopper.gathered.few.both import weigh_and_attend
-from kernels.hopper.gathered.few.scores import score_tile
 from kernels.hopper.gathered.few.values import attend_columns
-from kernels.hopper.gathered.few.weights import weigh_tile
+from kernels.hopper.gathered.few.weights import weigh_keys
 from kernels.hopper.gathered.fold import fold_pieces
 
-SCORES, WEIGHTS, VALUES, BOTH, FOLD = (gl.constexpr(phase) for phase in range(5))
+WEIGHTS, VALUES, FOLD = (gl.constexpr(phase) for phase in range(3))
 
 
 @gluon.jit
 def work_in(
     q_ptr, keys, scratch, results, scale_log2, key_tiles, pieces,
     PHASE: gl.constexpr, PIECE: gl.constexpr, HEADS: gl.constexpr, KEYS: gl.constexpr, GROUP: gl.constexpr,
-    ARRIVALS: gl.constexpr,
+    ARRIVALS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    if PHASE == SCORES:
-        score_tile(
+    if PHASE == WEIGHTS:
+        weigh_keys(
             q_ptr, keys, scratch, scale_log2, key_tiles, read_list, count_in, rows_in, addresses_of, HEADS, 0, KEYS,
             ARRIVALS,
         )  # fmt: skip
-    elif PHASE == WEIGHTS:
-        weigh_tile(keys, scratch, scale_log2, key_tiles, count_of, PIECE, HEADS)
     elif PHASE == VALUES:
         attend_columns(
-            keys, scratch, results, key_tiles, pieces, read_list, count_in, rows_in, addresses_of, PIECE, HEADS, GROUP,
-            ARRIVALS,
-        )  # fmt: skip
-    elif PHASE == BOTH:
-        weigh_and_attend(
-            keys, scratch, results, scale_log2, key_tiles, read_list, count_in, rows_in, addresses_of, PIECE, HEADS,
-            KEYS, GROUP,
+            keys, scratch, results, key_tiles, pieces, read_list, count_in, rows_in, addresses_of, PIECE, HEADS, KEYS,
+            GROUP, ARRIVALS, WARPS,
         )  # fmt: skip
     else:
         fold_pieces(keys, results, pieces, count_of, PIECE, HEADS)
@@ -53,11 +43,11 @@ def work_in(
 )
 def attend_in_phases(
     q_ptr, pages_ptr, entry_pages_ptr, tables_ptr, entry_tables_ptr, sequences_ptr, num_keys_ptr, chosen_ptr, sinks_ptr,
-    out_ptr, scores_ptr, peaks_ptr, weights_ptr, decays_ptr, sums_ptr, row_max_ptr, acc_ptr, row_sum_ptr, arrivals_ptr,
+    out_ptr, weights_ptr, row_max_ptr, sums_ptr, acc_ptr, row_sum_ptr, arrivals_ptr,
     scale_log2, key_tiles, pieces, page_rows, entry_page_rows, stride_tables_seq, stride_entry_tables_seq,
     PHASE: gl.constexpr, PIECE: gl.constexpr, WINDOW: gl.constexpr, RATIO: gl.constexpr, K: gl.constexpr,
     HEADS: gl.constexpr, PAGE: gl.constexpr, OF_PAGE: gl.constexpr, KEYS: gl.constexpr, GROUP: gl.constexpr,
-    ARRIVALS: gl.constexpr,
+    ARRIVALS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     work_in(
         q_ptr,
@@ -69,9 +59,7 @@ def attend_in_phases(
                 OF_PAGE,
             ),
         ),
-        (
-            scores_ptr, peaks_ptr, weights_ptr, decays_ptr, sums_ptr, row_max_ptr, acc_ptr, row_sum_ptr, arrivals_ptr
-        ),
+        (weights_ptr, row_max_ptr, sums_ptr, acc_ptr, row_sum_ptr, arrivals_ptr),
         (out_ptr, sinks_ptr, acc_ptr, row_max_ptr, row_sum_ptr), scale_log2, key_tiles, pieces, PHASE, PIECE, HEADS,
-        KEYS, GROUP, ARRIVALS,
+        KEYS, GROUP, ARRIVALS, WARPS,
     )  # fmt: skip

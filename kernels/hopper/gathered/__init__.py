@@ -12,4 +12,7 @@ A constant that a branch depends on is read from `keys` by its index: assigned t
 
 A list is read in tiles of 64 keys. Each piece of PIECE keys has a softmax of its own, and pieces are folded in
 ascending order: by one program, or, where SPLITS, each is written by its own program and folded behind.
+
+A row's weights are 2^(score - a whole number), which may be any above its scores (`weights`): all launches have the
+same bits, whichever they take.
 """

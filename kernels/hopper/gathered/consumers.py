@@ -15,7 +15,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.hopper.barriers import thread_barrier
 from kernels.hopper.gathered.items import item_of, part_at, settle, share_of
+from kernels.hopper.gathered.weights import sum_of_tile, top_behind, weights_of_scores
 from kernels.hopper.registers import opaque
+from kernels.hopper.rescale import rescaled
 from kernels.softmax.triton import MASKED, NO_KEYS
 
 
@@ -69,9 +71,8 @@ def attend_left(
                     scores = warpgroup_mma_wait(0, deps=[part])
                     if first + 64 > stop:
                         scores = gl.where((first + column)[None, :] < stop, scores, MASKED)
-                    new_max = gl.maximum(row_max, gl.max(scores, 1) * scale_log2)
-                    blank = gl.zeros_like(scores)
-                    weights = gl.exp2(gl.fma(scores, blank + scale_log2, blank - new_max[:, None]))
+                    new_max = top_behind(row_max, scores, scale_log2)
+                    weights = weights_of_scores(scores, scale_log2, new_max)
                     decay = gl.exp2(row_max - new_max)
                     row_max = new_max
                     narrow = weights.to(gl.bfloat16)
@@ -80,8 +81,8 @@ def attend_left(
                     decays.store(decay)
                     thread_barrier()
                     mbarrier.arrive(hand_full.index(0), count=1)
-                    row_sum = gl.fma(row_sum, decay, gl.sum(weights, 1))
-                    acc = acc * gl.convert_layout(decay, OR)[:, None]
+                    row_sum = gl.fma(row_sum, decay, sum_of_tile(weights))
+                    acc = rescaled(acc, gl.convert_layout(decay, OR))
                     values = warpgroup_mma(gl.convert_layout(narrow, P), left.index(s), acc, is_async=True)
                     acc = warpgroup_mma_wait(0, deps=[values])
                     mbarrier.arrive(left_empty.index(s), count=1)
@@ -156,7 +157,7 @@ def attend_right(
                     decay = decays.load(OR)
                     thread_barrier()
                     mbarrier.arrive(hand_empty.index(0), count=1)
-                    acc = acc * decay[:, None]
+                    acc = rescaled(acc, decay)
                     fence_async_shared()
                     values = warpgroup_mma(weights, right.index(s), acc, is_async=True)
                     acc = warpgroup_mma_wait(0, deps=[values])

@@ -3,6 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kernels.hopper.gathered.weights import GRID, on_grid
 from kernels.hopper.registers import opaque
 from kernels.softmax.triton import LOG2_E
 
@@ -62,8 +63,7 @@ def share_with(results, sink, row_max, row_sum):
     if results[1] is None:
         share = 1.0 / row_sum
     else:
-        blank = gl.zeros_like(sink)
-        new_max = gl.maximum(row_max, sink * LOG2_E)
+        new_max = gl.maximum(row_max, gl.ceil(sink * LOG2_E))
         decay = gl.exp2(row_max - new_max)
-        share = decay / gl.fma(row_sum, decay, gl.exp2(gl.fma(sink, blank + LOG2_E, blank - new_max)))
+        share = decay / gl.fma(row_sum, decay, gl.exp2(on_grid(sink, LOG2_E) - (new_max + GRID)))
     return share

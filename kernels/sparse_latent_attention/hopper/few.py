@@ -1,19 +1,18 @@
-"""The launches of sparse_latent_attention for Hopper around `kernel`: one kernel in four phases.
+"""The launches of sparse_latent_attention for Hopper around `kernel`: one kernel in three phases.
 
-SCORES, WEIGHTS, VALUES    where a launch has few rows, in this order (`kernels.hopper.gathered.few`)
-FOLD                       behind `kernel`, where each piece of a choice had a program of its own
+WEIGHTS, VALUES    where a launch has few rows, in this order (`kernels.hopper.gathered.few`)
+FOLD               behind `kernel`, where each piece of a choice had a program of its own
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernels.hopper.gathered.few.scores import score_tile
 from kernels.hopper.gathered.few.values import attend_columns
-from kernels.hopper.gathered.few.weights import weigh_tile
+from kernels.hopper.gathered.few.weights import weigh_keys
 from kernels.hopper.gathered.fold import fold_pieces
 from kernels.sparse_latent_attention.hopper.kernel import addresses_of, count_of
 
-SCORES, WEIGHTS, VALUES, FOLD = (gl.constexpr(phase) for phase in range(4))
+WEIGHTS, VALUES, FOLD = (gl.constexpr(phase) for phase in range(3))
 
 
 @gluon.jit
@@ -30,7 +29,7 @@ def read_list(keys, token, first, row):
         tables_ptr + sequence.to(gl.int64) * stride_tables_seq,
         gl.load(num_keys_ptr + token),
         gl.load(from_ptr + gl.minimum(first + row, K - 1)),
-        gl.load(from_ptr + gl.minimum(first, K - 1)),
+        gl.load(from_ptr),
     )
 
 
@@ -51,30 +50,27 @@ def rows_in(keys, read, first, stop, row):
 # What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
 @gluon.jit(do_not_specialize=["stride_tables_seq"], do_not_specialize_on_alignment=["sequences_ptr", "num_keys_ptr"])
 def attend_in_phases(
-    q_ptr, pages_ptr, tables_ptr, sequences_ptr, num_keys_ptr, chosen_ptr, out_ptr, scores_ptr, peaks_ptr, weights_ptr,
-    decays_ptr, sums_ptr, tops_ptr, acc_ptr, row_sum_ptr, arrivals_ptr, scale_log2, page_rows, stride_tables_seq,
+    q_ptr, pages_ptr, tables_ptr, sequences_ptr, num_keys_ptr, chosen_ptr, out_ptr, weights_ptr, tops_ptr,
+    sums_ptr, acc_ptr, row_sum_ptr, arrivals_ptr, scale_log2, page_rows, stride_tables_seq,
     PHASE: gl.constexpr, PIECE: gl.constexpr, K: gl.constexpr, HEADS: gl.constexpr, PAGE: gl.constexpr,
-    GROUP: gl.constexpr, ARRIVALS: gl.constexpr,
+    KEYS: gl.constexpr, GROUP: gl.constexpr, ARRIVALS: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
     KEY_TILES: gl.constexpr = (K + 63) // 64
     PIECES: gl.constexpr = (K + PIECE - 1) // PIECE
     keys = (
         pages_ptr, tables_ptr, sequences_ptr, num_keys_ptr, chosen_ptr, page_rows, stride_tables_seq, K, PAGE,
     )  # fmt: skip
-    scratch = (
-        scores_ptr, peaks_ptr, weights_ptr, decays_ptr, sums_ptr, tops_ptr, acc_ptr, row_sum_ptr, arrivals_ptr,
-    )  # fmt: skip
-    if PHASE == SCORES:
-        score_tile(
-            q_ptr, keys, scratch, scale_log2, KEY_TILES, read_list, count_in, rows_in, addresses_of, HEADS, 64, 64,
+    scratch = weights_ptr, tops_ptr, sums_ptr, acc_ptr, row_sum_ptr, arrivals_ptr
+    if PHASE == WEIGHTS:
+        weigh_keys(
+            q_ptr, keys, scratch, scale_log2, KEY_TILES, read_list, count_in, rows_in, addresses_of, HEADS, 64, KEYS,
             ARRIVALS,
         )  # fmt: skip
-    elif PHASE == WEIGHTS:
-        weigh_tile(keys, scratch, scale_log2, KEY_TILES, count_of, PIECE, HEADS)
     elif PHASE == VALUES:
         attend_columns(
             keys, scratch, (out_ptr, None), KEY_TILES, PIECES, read_list, count_in, rows_in, addresses_of, PIECE, HEADS,
-            GROUP, ARRIVALS,
+            KEYS, GROUP, ARRIVALS, WARPS,
         )  # fmt: skip
     else:
         fold_pieces(keys, (out_ptr, None, acc_ptr, tops_ptr, row_sum_ptr), PIECES, count_of, PIECE, HEADS)

@@ -65,9 +65,9 @@ def attend(call: SparseLatentCall, out: torch.Tensor, *, splits: bool) -> None:
         )
         if splits:
             attend_in_phases[(tokens * heads,)](
-                q, pages, call.block_tables, *call.rows, call.chosen, out, *[acc] * 5, row_max, acc, row_sum,
+                q, pages, call.block_tables, *call.rows, call.chosen, out, acc, row_max, *[acc] * 2, row_sum,
                 call.rows.num_keys, 0.0, 0, 0, PHASE=FOLD.value, PIECE=PIECE, K=k, HEADS=heads, PAGE=pages.shape[1],
-                GROUP=1, ARRIVALS=1, num_warps=1, launch_pdl=True,
+                KEYS=64, GROUP=1, ARRIVALS=1, WARPS=1, num_warps=1, launch_pdl=True,
             )  # fmt: skip
 
 
