@@ -26,10 +26,10 @@ NUM_LAUNCHES = 1500
 Launch = Callable[[], tuple[torch.Tensor, ...]]
 
 
-def index_launch(fp8: bool) -> Launch:
-    case = make_sparse([(3470, 1024)], INDEX_DIM, page_tokens=32, device="cuda", fp8=fp8)
+def index_launch(fp8: bool, cached: int = 3470) -> Launch:
+    case = make_sparse([(cached, 1024)], INDEX_DIM, page_tokens=32, device="cuda", fp8=fp8)
     q, weights = index_inputs(case, 64)
-    max_keys = 3470 + 1024
+    max_keys = cached + 1024
     # Logits behind a row's keys are not written.
     out = torch.zeros(case.num_tokens, max_keys, device="cuda")
 
@@ -60,6 +60,7 @@ def mamba2_launch(sizes: mamba2.Heads) -> Launch:
 
 LAUNCHES = {
     "index_logits": lambda: index_launch(fp8=False),
+    "index_logits in wide blocks": lambda: index_launch(fp8=False, cached=30_000),
     "index_logits of fp8 keys": lambda: index_launch(fp8=True),
     "mamba2_scan with a skip": lambda: mamba2_launch(mamba2.Heads(1, 128, 64, 128)),
 }

@@ -22,6 +22,8 @@ SHARED_BYTES = 227 << 10
 SPILLED_BYTES = 512
 # The same, of what lives from one piece of a query to the next: the loop over its tiles spills nothing.
 PIECE_SPILLED_BYTES = 64
+# Of the producer of wide blocks, whose pages of 8 tokens are 64 boxes.
+ADDRESS_BYTES = 96
 # Of top_k's Gluon kernels: what a row needs whose bound was a bad guess.
 CHOICE_SPILLED_BYTES = 640
 INTEGERS = ("tables", "sequences", "num_keys", "chosen", "positions")
@@ -202,6 +204,20 @@ def test_sparse_latent_attention_in_gluon(heads: int, page_tokens: int, k: int, 
     built = compile_gluon(attend_gathered, constants, {**kinds, "scale_log2": "fp32"})
     assert "wgmma.mma_async" in built.ptx and "cp.async" in built.ptx and not built.serialised
     assert built.stack_bytes <= PIECE_SPILLED_BYTES and built.shared_bytes <= SHARED_BYTES
+
+
+@pytest.mark.parametrize(("heads", "page_tokens"), [(64, 64), (32, 8), thorough(64, 16), thorough(64, 256)])
+def test_wide_logits_in_gluon(heads: int, page_tokens: int) -> None:
+    """The loop over rows spills nothing."""
+    from kernels.index_logits.hopper.launch import WIDE_KEYS, WIDE_ROWS
+    from kernels.index_logits.hopper.wide import score_wide
+
+    constants = {"HEADS": heads, "DIM": 128, "PAGE": page_tokens, "ROWS": WIDE_ROWS, "BLOCK": WIDE_KEYS}
+    kinds = {name: pointer(name) for name in score_wide.arg_names if name.endswith("_ptr")} | {"out_ptr": "*fp32"}
+    kinds |= {"q_desc": descriptor("bf16", [2, heads, 128]), "weights_desc": flat_descriptor("fp32", heads)}
+    built = compile_gluon(score_wide, constants, kinds | {"k_desc": descriptor("bf16", [min(page_tokens, 64), 128])})
+    assert "wgmma.mma_async" in built.ptx and not built.serialised and built.shared_bytes <= SHARED_BYTES
+    assert built.stack_bytes <= ADDRESS_BYTES
 
 
 @pytest.mark.parametrize("fp8", [False, True])

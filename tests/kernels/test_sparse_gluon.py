@@ -100,6 +100,25 @@ class TestIndexLogits:
         monkeypatch.setattr(launch, "MOST_BLOCK_LOGITS", 0)
         assert_same_bits(scored(case, inputs, Backend.GLUON, some), wanted)
 
+    @pytest.mark.parametrize(("heads", "page_tokens"), [(64, 16), (64, 64), (32, 8), (64, 256)])
+    def test_wide_blocks_have_the_bits_of_tiles(
+        self, lengths: list[tuple[int, int]], fp8: bool, heads: int, page_tokens: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Few rows too, of runs that are no multiple of four; and with tiles of more rows."""
+        if fp8:
+            pytest.skip("wide blocks are of keys of 16 bits")
+        from kernels.index_logits.hopper import launch
+
+        case = make_sparse(lengths, INDEX_DIM, num_decode=2, device="cuda", page_tokens=page_tokens)
+        inputs = index_inputs(case, heads)
+        for least in (0, 100):
+            wanted = scored(case, inputs, Backend.GLUON, least_keys=least)
+            monkeypatch.setattr(launch, "launch_by", lambda call: launch._launch_wide)
+            assert_same_bits(scored(case, inputs, Backend.GLUON, least_keys=least), wanted)
+            monkeypatch.setattr(launch, "WIDER_LOGITS", 0)
+            assert_same_bits(scored(case, inputs, Backend.GLUON, least_keys=least), wanted)
+            monkeypatch.undo()
+
     def test_fp16(self, lengths: list[tuple[int, int]], fp8: bool) -> None:
         if fp8:
             pytest.skip("queries and keys are fp8, whatever the model's dtype")
@@ -275,7 +294,9 @@ def test_which_kernel_a_launch_takes(rows: int, keys: int, sequences: int, fp8: 
     ("rows", "keys", "sequences", "change", "wanted"),
     [
         (16, 65_536, 16, {}, "blocks"), (17, 65_536, 17, {}, "spans"), (100, 4096, 1, {}, "blocks"),
-        (300, 4096, 1, {}, "tiles"), (1, 4096, 1, {"heads": 32}, "spans"), (1, 4096, 1, {"page_tokens": 16}, "spans"),
+        (300, 4096, 1, {}, "tiles"), (2048, 12_000, 1, {}, "tiles"), (2048, 16_384, 1, {}, "wide"),
+        (2048, 16_384, 1, {"dtype": E4M3, "scales": torch.zeros(9, 64)}, "tiles"),
+        (1, 4096, 1, {"heads": 32}, "spans"), (1, 4096, 1, {"page_tokens": 16}, "spans"),
         (1, 4096, 1, {"dtype": torch.float16}, "spans"),
     ],
 )  # fmt: skip

@@ -14,6 +14,8 @@ from kernels.index_logits.hopper import is_tiled
 from kernels.index_logits.hopper.blocks import score_blocks
 from kernels.index_logits.hopper.spans import score_spans
 from kernels.index_logits.hopper.tiles import score_tiles
+from kernels.index_logits.hopper.wide import score_wide
+from kernels.index_logits.hopper.wide_scores import KEYS
 
 
 class TileShape(NamedTuple):
@@ -35,6 +37,10 @@ TILES = {2: TileShape(4, 1, 64, 2, 6), 1: TileShape(3, 2, 64, 2, 12)}
 # and 32 rows take 70, 74 and 85 us for 2,048 rows of as many keys in bf16, 277, 268 and 263 behind 4,096 keys, 3.55,
 # 3.41 and 3.34 ms behind 63,488; over fp8 keys 54, 61 and 59 us, 209, 205 and 203, 2.37, 2.25 and 2.19 ms.
 FEW_LOGITS, FEW_LOGITS_ROWS, TILE_ROWS = 12 << 20, 8, 32
+# Launches of as many logits over keys of 16 bits have wide blocks, and of more logits tiles of more rows. On an H200
+# 2,048 rows behind 4,096, 14,336 and 63,488 keys take 297, 764 and 3,236 us with tiles of 32 rows, 296, 799 and 3,195
+# of 64, 389, 808 and 3,302 of 128, in `score_tiles` 269, 813 and 3,419. With blocks of 384 keys 63,488 take 3,359 us.
+WIDE_LOGITS, WIDE_KEYS, WIDE_ROWS, WIDER_LOGITS, WIDER_ROWS = 24 << 20, 512, 32, 64 << 20, 64
 # Other launches with at most this number of logits have a program for each block of keys of a row. Microseconds on an
 # H200 with blocks and with spans, rows of 65,536 keys, bf16 and fp8: 1 row 11.1, 12.6 and 8.3, 10.9; 4 rows 27.3, 29.1
 # and 17.7, 22.0; 16 rows 77.5, 79.6 and 48.9, 53.2.
@@ -59,10 +65,34 @@ def launch(call: IndexLogitsCall, out: torch.Tensor) -> None:
 def launch_by(call: IndexLogitsCall) -> Callable[[IndexLogitsCall, torch.Tensor], None]:
     """Returns what launches a case, judged by the sizes that the host knows."""
     if is_tiled(call):
-        return _launch_tiles
+        is_wide = call.scales is None and call.q.shape[0] * call.max_keys >= WIDE_LOGITS
+        return _launch_wide if is_wide else _launch_tiles
     is_few = call.q.shape[0] * call.max_keys <= MOST_BLOCK_LOGITS
     case = (call.q.shape[1], call.pages.shape[1])
     return _launch_blocks if is_few and case == BLOCK_CASE and call.q.dtype is not torch.float16 else _launch_spans
+
+
+def _launch_wide(call: IndexLogitsCall, out: torch.Tensor) -> None:
+    rows, sizes = call.q.shape[0], _sizes(call)
+    del sizes["HAS_SCALES"]
+    of_weights, _, of_tables, page_rows = _strides(call)
+    score_wide[(num_multiprocessors(call.q.device),)](
+        *_descriptors(call, KEYS.value, 2),
+        _weights_descriptor(call.weights),
+        call.block_tables,
+        *call.rows,
+        out,
+        rows,
+        call.max_keys,
+        call.least_keys,
+        of_weights,
+        of_tables,
+        page_rows,
+        **sizes,
+        ROWS=WIDE_ROWS if rows * call.max_keys < WIDER_LOGITS else WIDER_ROWS,
+        BLOCK=WIDE_KEYS,
+        num_warps=4,
+    )
 
 
 def _launch_tiles(call: IndexLogitsCall, out: torch.Tensor) -> None:
@@ -147,14 +177,14 @@ def span_keys(num_rows: int, max_keys: int, programs: int) -> int:
     return span
 
 
-def _descriptors(call: IndexLogitsCall, keys: int) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """Boxes of one query's heads, and of a page's keys or of `keys` of them."""
+def _descriptors(call: IndexLogitsCall, keys: int, rows: int = 1) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Boxes of the heads of `rows` queries, and of a page's keys or of `keys` of them."""
     q, pages = call.q, call.pages
     (tokens, heads, dim), page_tokens = q.shape, pages.shape[1]
-    rows = (pages.shape[0] - 1) * (pages.stride(0) // dim) + page_tokens
+    page_rows = (pages.shape[0] - 1) * (pages.stride(0) // dim) + page_tokens
     return (
-        TensorDescriptor(q, [tokens, heads, dim], [q.stride(0), dim, 1], [1, heads, dim], _shared(q, 3)),
-        TensorDescriptor(pages, [rows, dim], [dim, 1], [min(page_tokens, keys), dim], _shared(q, 2)),
+        TensorDescriptor(q, [tokens, heads, dim], [q.stride(0), dim, 1], [rows, heads, dim], _shared(q, 3)),
+        TensorDescriptor(pages, [page_rows, dim], [dim, 1], [min(page_tokens, keys), dim], _shared(q, 2)),
     )
 
 

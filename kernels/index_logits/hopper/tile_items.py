@@ -50,3 +50,17 @@ def item_of(number, blocks, tiles, ROWS: gl.constexpr, BLOCK: gl.constexpr):
     # The tile in the middle is its own mirror image.
     exists = is_high | ((low < high) & (of_rest < gl.where(is_seen, of_low, blocks)))
     return gl.where(exists, block, -1), gl.where(is_high, high, low)
+
+
+@gluon.jit
+def run_from(row, tile_row, sequences):
+    """(sequence, which of a tile's rows are of it, end) of the run of rows of one sequence that begins at `row`."""
+    sequence = gl.max(gl.where(tile_row == row, sequences, -2), 0)
+    of_run = (sequences == sequence) & (tile_row >= row)
+    return sequence, of_run, row + gl.sum(of_run.to(gl.int32), 0)
+
+
+@gluon.jit
+def rows_behind(limit, of_run, seen, least_keys):
+    """Rows of a run that see more keys than `limit`: its last ones."""
+    return gl.sum((of_run & (seen > gl.maximum(limit, least_keys))).to(gl.int32), 0)

@@ -13,14 +13,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from kernels.hopper.barriers import make_barriers, thread_barrier
 from kernels.hopper.work_queue import publish
-from kernels.index_logits.hopper.tile_items import item_of, number_of_items
+from kernels.index_logits.hopper.tile_items import item_of, number_of_items, rows_behind, run_from
 from kernels.index_logits.hopper.tile_scores import score
-
-
-@gluon.jit
-def rows_behind(limit, of_run, seen, least_keys):
-    """Rows of a run that see more keys than `limit`: its last ones."""
-    return gl.sum((of_run & (seen > gl.maximum(limit, least_keys))).to(gl.int32), 0)
 
 
 @gluon.jit
@@ -51,9 +45,7 @@ def stream(
         sequences = gl.load(sequences_ptr + tile_row, mask=tile_row < stop, other=-2)
         seen = gl.minimum(gl.load(num_keys_ptr + tile_row, mask=tile_row < stop, other=0), max_keys)
         while row < stop:
-            sequence = gl.max(gl.where(tile_row == row, sequences, -2), 0)
-            of_run = (sequences == sequence) & (tile_row >= row)
-            end = row + gl.sum(of_run.to(gl.int32), 0)
+            sequence, of_run, end = run_from(row, tile_row, sequences)
             begin = end - rows_behind(first, of_run, seen, least_keys)
             if begin < end:
                 begin_1 = end - rows_behind(first + PART, of_run, seen, least_keys)
