@@ -20,10 +20,10 @@ ROWS, TILE, STAGES = 64, 64, 2
 # heads, 2,048 new tokens: 512 entries 955, 814, 809, 808; 1,024 entries 1,693, 1,415, 1,412, 1,257.
 PIECE = 1152
 # Tiles of heads of a launch, times the pieces that their lists may have, up to which `attend_few_rows` takes it.
-# Microseconds there and in `attend_rows`, H200, 128 heads: 2 tiles with 512 entries 10.9 and 31.7; 16 tiles 26.1 and
-# 31.9, with 1,024 entries 47.0 and 46.0. With tables for 1,048,576 tokens and all entries of 128, which are lists of up
-# to 8 pieces, there and split: 2 tiles of 65,536 tokens 12.3 and 31.5, of 1,048,576 44.6 and 48.3; 8 tiles 33.1 and
-# 31.8, 158 and 50.
+# Microseconds there, when it took 1 to 2 more, and in `attend_rows`, H200, 128 heads: 2 tiles with 512 entries 10.9 and
+# 31.7; 16 tiles 26.1 and 31.9, with 1,024 entries 47.0 and 46.0. With tables for 1,048,576 tokens and all entries of
+# 128, which are lists of up to 8 pieces, there and split: 2 tiles of 65,536 tokens 12.3 and 31.5, of 1,048,576 44.6 and
+# 48.3; 8 tiles 33.1 and 31.8, 158 and 50.
 MOST_TILES = 16
 # Partial results of a launch whose pieces are programs of their own: 128 MiB of them.
 MOST_PARTS = 1024

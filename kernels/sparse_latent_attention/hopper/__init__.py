@@ -17,10 +17,10 @@ MAX_ROWS = 2**31
 # cannot choose. On an H200, microseconds with pieces of 512, 1,024 and 2,048, 128 heads: one decoding sequence, with a
 # program for each piece, 27, 41, 70; 64 of them 106, 91, 82; 2,048 new tokens behind 14,336 2,553, 2,299, 2,101.
 PIECE = 1024
-# Tiles of 64 heads, of all rows of a launch, up to which `few_launch` is faster. Microseconds there and with a program
-# for each piece, H200, rows of 16 heads: 1 tile 14.5 and 40.3, 8 tiles 25.9 and 41.4, 12 tiles 36.8 and 41.5; of 64:
-# 8 tiles 27.8 and 41.8, 12 tiles 43.3 and 42.8; of 128: 2 tiles 15.4 and 41.3, 8 tiles 26.1 and 42.0, 12 tiles 40.2
-# and 42.9, 14 tiles 44.1 and 43.0.
+# Tiles of 64 heads, of all rows of a launch, up to which `few_launch` is faster. Microseconds there, when it was three
+# launches that took 1 to 4 more, and with a program for each piece, H200, rows of 16 heads: 1 tile 14.5 and 40.3, 8
+# tiles 25.9 and 41.4, 12 tiles 36.8 and 41.5; of 64: 8 tiles 27.8 and 41.8, 12 tiles 43.3 and 42.8; of 128: 2 tiles
+# 15.4 and 41.3, 8 tiles 26.1 and 42.0, 12 tiles 40.2 and 42.9, 14 tiles 44.1 and 43.0.
 MOST_TILES = 12
 
 
