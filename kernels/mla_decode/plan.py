@@ -16,6 +16,10 @@ MAX_SEQS = 1024
 # From this number of tiles of 64 rows on, programs that cut by load fold the parts together: 8 sequences of 8,192 with
 # 64 heads take 43.0 us where a launch behind takes 43.4, but 2 of them 32.6 for 26.0 (H200).
 LEAST_TILES_TOGETHER = 8
+# Up to this number of leaves that a launch may have, counted for each tile of 64 rows, scores have a launch of their
+# own: a sequence of 8,192 with 128 heads, 16 leaves, takes 29.0 us for 41.9, two of 5,000, 20 leaves, 33.9 for 41.6,
+# but two of 8,192 45.3 for 43.2 (H200). That launch has room for the queries of this number of tiles.
+MOST_LEAVES_APART, MOST_TILES_APART = 20, 2
 
 
 class MlaDecodePlan:
@@ -63,6 +67,7 @@ class MlaDecodePlan:
             self.max_items, slots = max_seqs * tiles + programs, self.max_shared + programs
         else:
             self.max_items, slots = max(max_seqs * tiles * leaves, 1), self.max_shared * leaves
+        self.max_seqs_apart = self._max_seqs_apart(tiles * leaves, slots)
 
         def buffer(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -84,6 +89,7 @@ class MlaDecodePlan:
             self.acc = torch.empty((slots, self.slot_rows, 512), dtype=torch.float32, device=device)
             self.row_max = torch.empty((slots, self.slot_rows), dtype=torch.float32, device=device)
             self.row_sum = torch.empty((slots, self.slot_rows), dtype=torch.float32, device=device)
+        self.scores = buffer(self.max_seqs_apart * tiles * leaves * self.tree.leaf, self.rows, dtype=torch.float32)
         # By load: the counters of the barrier at which programs meet to fold; 0 between launches.
         self.arrivals = buffer(2 if self.by_load else 0, dtype=torch.int32)
         self.fit_at_once = _fit_at_once(programs, device)
@@ -93,6 +99,19 @@ class MlaDecodePlan:
     def folds_together(self, num_seqs: int) -> bool:
         """Returns whether the attention's programs fold this number of sequences; if not, a launch behind it does."""
         return self.by_load and self.fit_at_once and (self.few or num_seqs * self.tiles >= LEAST_TILES_TOGETHER)
+
+    def _max_seqs_apart(self, leaves: int, slots: int) -> int:
+        """Returns up to how many sequences scores have a launch of their own.
+
+        `leaves` are those of all tiles of a sequence; the buffer has a tile's rows of scores for each of their latents.
+        """
+        if self.by_load or self.few or not self.one_query or self.tiles > MOST_TILES_APART:
+            return 0
+        return min(MOST_LEAVES_APART, slots) // leaves
+
+    def has_scores_apart(self, num_seqs: int) -> bool:
+        """Returns whether scores of this number of sequences have a launch of their own: the same bits, sooner."""
+        return 0 < num_seqs <= self.max_seqs_apart
 
     def check(self, num_seqs: int, max_seqlen_k: int, heads: int, max_q_tokens: int | None) -> None:
         """Refuses a batch that the buffers do not hold; None means a call without cu_seqlens_q."""
@@ -140,6 +159,7 @@ class MlaDecodePlan:
             rows=self.rows,
             leaf=self.tree.leaf,
             leaves_per_group=self.tree.leaves_per_group,
+            by_leaf=self.has_scores_apart(num_seqs),
         )
 
 

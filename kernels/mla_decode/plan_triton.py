@@ -12,8 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-# Latents that a program attends to at a time.
-TILE = 64
+from kernels.mla_decode.tree_sizes import TILE
 
 
 @triton.jit
@@ -56,6 +55,7 @@ def list_items(
     LEAVES_PER_GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     MULTI: tl.constexpr,
+    BY_LEAF: tl.constexpr,
     SEQS: tl.constexpr,
     STEP: tl.constexpr,
 ):
@@ -74,7 +74,9 @@ def list_items(
     share = (tl.sum(tiles * size, 0) + programs - 1) // programs
     # A tile of rows that takes a program hardly longer than its share of the batch is not split, and needs no fold.
     enough = share + share // 8
-    whole = (size <= enough) | (leaves == 1)
+    whole = leaves == 1
+    if not BY_LEAF:
+        whole |= size <= enough
     step = step_of(tl.where(whole, 0, tiles), size, enough, programs, LEAF // TILE, LEAVES_PER_GROUP)
     parts = tl.where(whole, 1, (leaves + step - 1) // step)
     items = tiles * parts
@@ -135,8 +137,12 @@ def launch(
     rows: int,
     leaf: int,
     leaves_per_group: int,
+    by_leaf: bool,
 ) -> None:
-    """Launches over checked arguments. `lists` are the plan's items, counts and shared, which it fills."""
+    """Launches over checked arguments. `lists` are the plan's items, counts and shared, which it fills.
+
+    With by_leaf each item is one leaf.
+    """
     num_seqs = seqlens_k.shape[0]
     if num_seqs == 0:
         return
@@ -153,6 +159,7 @@ def launch(
             LEAVES_PER_GROUP=leaves_per_group,
             ROWS=rows,
             MULTI=cu_seqlens_q is not None,
+            BY_LEAF=by_leaf,
             SEQS=max(triton.next_power_of_2(num_seqs), 16),
             STEP=64,
             num_warps=4,

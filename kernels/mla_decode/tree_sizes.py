@@ -2,10 +2,12 @@
 
 from typing import NamedTuple
 
-__all__ = ["Tree", "is_few", "tree_of"]
+__all__ = ["TILE", "Tree", "is_few", "tree_of"]
 
 # Up to this many heads a query's rows are the narrow side of the products: see the Hopper kernels.
 FEW_HEADS = 16
+# Latents that a program attends to at a time.
+TILE = 64
 
 
 class Tree(NamedTuple):

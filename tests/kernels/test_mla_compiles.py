@@ -14,7 +14,7 @@ triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
 
 SHARED_BYTES = 227 << 10
-FLOATS = ("lse", "acc", "row_max", "row_sum", "sum", "levels")
+FLOATS = ("lse", "acc", "row_max", "row_sum", "sum", "levels", "scores")
 HALVES = ("q", "k_nope", "k_rope", "v", "out", "pages", "x", "weight", "parts")
 
 PREFILL = {
@@ -105,6 +105,31 @@ def test_decode(name: str) -> None:
     assert not got.spills
 
 
+APART = {"HEADS": 128, "PAGE": 64, "LEAF": 1024, "TILE": 64}
+APARTS = {"128 heads": {}, "48 heads": {"HEADS": 48}, "smallest pages": {"PAGE": 8}}
+
+
+@pytest.mark.parametrize("name", usual(APARTS, "128 heads", "smallest pages"))
+def test_scores_and_values_apart(name: str) -> None:
+    from kernels.mla_decode.hopper.apart import COLUMNS, PROGRAMS, REGISTERS, STAGES
+    from kernels.mla_decode.hopper.score_kernel import score_tiles
+    from kernels.mla_decode.hopper.weigh_kernel import weigh_values
+
+    shape = APART | APARTS[name]
+    height, tiles = min(shape["PAGE"], 64), -(-shape["HEADS"] // 64)
+    boxes = {"q_half_desc": [64, 256], "q_rope_desc": [64, 64], "half_desc": [height, 256], "rope_desc": [height, 64]}
+    types = kinds(score_tiles.arg_names, boxes)
+    scores = compile_gluon(score_tiles, shape | {"STAGES": 3 - tiles}, types, maxnreg=REGISTERS)
+    types = kinds(weigh_values.arg_names, {"columns_desc": [height, COLUMNS]})
+    types["scores_desc"] = descriptor("fp32", [128, 32], 32)
+    constants = {"STAGES": STAGES, "COLUMNS": COLUMNS, "SLOT_ROWS": 64, "WANTS_LSE": True}
+    values = compile_gluon(weigh_values, shape | constants, types, maxnreg=REGISTERS)
+    for got, programs in ((scores, 1), (values, PROGRAMS)):
+        assert "wgmma.mma_async" in got.ptx and not got.serialised
+        assert got.shared_bytes <= SHARED_BYTES // programs
+        assert not got.spills
+
+
 @pytest.mark.parametrize(
     "name", usual(RUNS, "small pages", "48 heads, folded together", "small pages, folded together")
 )
@@ -179,7 +204,7 @@ def test_the_plain_kernels_spill_nothing() -> None:
     leaf = {"HEADS": 16, "LEAF": 1024, "MULTI": True, "TILES": 1, "ROWS": 16, "LATENT": 512, "BLOCK_LATENT": 512}
     fold = {**leaf, "LEAVES_PER_GROUP": 8, "WANTS_LSE": True}
     tree = {"LEAF": 512, "TILE": 64, "LEAVES_PER_GROUP": 8}
-    listed = {**tree, "HEADS": 16, "ROWS": 16, "MULTI": True, "SEQS": 256, "STEP": 64}
+    listed = {**tree, "HEADS": 16, "ROWS": 16, "MULTI": True, "BY_LEAF": False, "SEQS": 256, "STEP": 64}
     runs = {"HEADS": 128, "ROWS": 64, "MULTI": True, "SEQS": 1024, "STEP": 64}
     runs |= {"TILE": 64, "EXTRA": 4, "SLACK": 16, "SLOT_ROWS": 64, "PIECES": 4, "PIECE_ROWS": 16}
     cuts = {"HEADS": 128, "SLOT_ROWS": 64, "MOST": 256, "LATENT": 512, "FEW": False, "WANTS_LSE": True}

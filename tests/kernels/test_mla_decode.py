@@ -7,6 +7,7 @@ from kernels.attention import with_lse
 from kernels.backend import Backend
 from kernels.errors import KernelArgumentError
 from kernels.mla_decode import MlaDecodePlan, mla_decode
+from kernels.mla_decode import plan as plan_module
 from kernels.mla_decode.tree_sizes import tree_of
 from tests.kernels.compare import assert_lse, assert_output, assert_same_bits
 from tests.kernels.conftest import INTERPRETING
@@ -158,6 +159,68 @@ def test_bits_do_not_depend_on_who_computes_which_part(heads: int, new: int) -> 
         plan.prepare(case.seqlens_k, case.cu_q if several else None)
         for part, right in zip(run(case, q, target, plan), wanted, strict=True):
             assert_same_bits(part, right)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_tokens", [8, 64])
+@pytest.mark.parametrize("heads", [20, 64, 128])
+def test_bits_do_not_depend_on_whether_scores_have_a_launch_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, heads: int, page_tokens: int
+) -> None:
+    target = _cuda()
+    lengths = [0, *LENGTHS, 2 * LEAF - 1, 10 * LEAF]
+    case = make([(max(length - 1, 0), 1) for length in lengths], target, page_tokens=page_tokens)
+    given = torch.tensor(lengths, dtype=torch.int32, device=target.device)
+    q = latent_queries(case, heads)
+    for first, group in [(first, 1) for first in range(len(lengths))] + [(3, 2), (6, 2), (0, 3), (1, 5)]:
+        rows = slice(first, first + group)
+        where = (case.pages, case.block_tables[rows], given[rows])
+        longest = max(*lengths[rows], 1)
+        results = []
+        for most in (0, 20):
+            monkeypatch.setattr(plan_module, "MOST_LEAVES_APART", most)
+            plan = MlaDecodePlan(group, longest, heads)
+            assert plan.has_scores_apart(group) == (most > 0)
+            plan.prepare(given[rows])
+            options = {"scale": SCALE, "max_seqlen_k": longest, "plan": plan, "backend": target.backend}
+            results.append(with_lse(mla_decode, q[rows], *where, **options))
+        assert_same_bits(results[1][0], results[0][0])
+        assert_same_bits(results[1][1], results[0][1])
+
+
+@pytest.mark.gpu
+def test_scores_of_a_launch_of_their_own_follow_a_captured_plan() -> None:
+    """Lengths that end anywhere, the last pages full of NaN."""
+    target = _cuda()
+    case = make([(8 * LEAF - 1, 1)], target, page_tokens=64)
+    q = latent_queries(case, 128)
+    lengths = case.seqlens_k.clone()
+    plan = MlaDecodePlan(1, 8 * LEAF, 128)
+    assert plan.has_scores_apart(1)
+    out = torch.empty((1, 128, LATENT), dtype=q.dtype, device="cuda")
+    where = (case.pages, case.block_tables, lengths)
+
+    def step() -> None:
+        plan.prepare(lengths)
+        mla_decode(q, *where, scale=SCALE, max_seqlen_k=8 * LEAF, plan=plan, out=out)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(4):
+            step()
+    for shorter in (8 * LEAF, 5 * LEAF + 7, LEAF + 1, 70, 1, 0):
+        tail = case.block_tables[0, shorter // 64 :].long()
+        case.pages[tail[1:]] = float("nan")
+        case.pages[tail[:1], shorter % 64 :] = float("nan")
+        lengths.fill_(shorter)
+        out.fill_(float("nan"))
+        graph.replay()
+        whole = MlaDecodePlan(1, 100 * LEAF, 128)
+        assert not whole.has_scores_apart(1)
+        whole.prepare(lengths)
+        assert_same_bits(out, mla_decode(q, *where, scale=SCALE, plan=whole))
 
 
 @pytest.mark.gpu

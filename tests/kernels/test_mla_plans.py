@@ -69,6 +69,50 @@ def test_decode_attends_to_every_leaf_of_every_tile_once(
     assert bool(slots) == (programs > 1) or programs == 4
 
 
+@pytest.mark.parametrize(("heads", "lengths"), [(128, [9217]), (128, [0]), (20, [2055, 1024]), (64, [3, 10240])])
+def test_every_item_is_a_leaf_where_scores_have_a_launch_of_their_own(
+    target: Target, heads: int, lengths: list[int]
+) -> None:
+    """And the tiles of a leaf follow each other: the first launch takes them together."""
+    device = planner(target)
+    plan = MlaDecodePlan(len(lengths), max(*lengths, 1), heads, programs=132, device=device)
+    assert plan.has_scores_apart(len(lengths)) and not plan.has_scores_apart(len(lengths) + 1)
+    plan.prepare(torch.tensor(lengths, dtype=torch.int32, device=device))
+    items = plan.items[: int(plan.counts[0])].tolist()
+    assert all(leaves == 1 for *_, leaves, _, _ in items)
+    tiles = -(-heads // 64)
+    groups = [items[first : first + tiles] for first in range(0, len(items), tiles)]
+    assert all([item[3] for item in group] == list(range(tiles)) for group in groups)
+    assert all(len({(item[0], item[4]) for item in group}) == 1 for group in groups)
+    leaves = {(seq, leaf) for seq, length in enumerate(lengths) for leaf in range(max(-(-length // 1024), 1))}
+    assert {(group[0][0], group[0][4]) for group in groups} == leaves and len(groups) == len(leaves)
+    slots = [item[7] for item in items if item[7] >= 0]
+    assert sorted(slots) == list(range(len(slots))) and len(slots) <= plan.acc.shape[0]
+    assert len(items) * plan.tree.leaf <= plan.scores.shape[0]
+
+
+@pytest.mark.parametrize(
+    ("heads", "longest", "options", "most"),
+    [
+        (128, 8192, {}, 1),
+        (128, 10240, {}, 1),
+        (128, 10241, {}, 0),
+        (128, 2048, {}, 5),
+        (64, 8192, {}, 2),
+        (64, 8192, {"programs": 1}, 1),
+        (64, 8192, {"max_q_tokens": 2}, 0),
+        (64, 8192, {"by_load": True}, 0),
+        (16, 8192, {}, 0),
+        (192, 1024, {}, 0),
+    ],
+)
+def test_scores_have_a_launch_of_their_own_where_leaves_are_few(
+    heads: int, longest: int, options: dict[str, object], most: int
+) -> None:
+    plan = MlaDecodePlan(8, longest, heads, device="cpu", **{"programs": 132, **options})
+    assert [plan.has_scores_apart(num_seqs) for num_seqs in range(9)] == [0 < num <= most for num in range(9)]
+
+
 def test_decode_shares_out_whole_groups_where_that_keeps_the_programs_busy(target: Target) -> None:
     device = planner(target)
     for sequences, step in ((8, 8), (5, 1)):

@@ -15,7 +15,9 @@ from kernels.backend import is_hopper
 from kernels.block_scan import plan_scan
 from kernels.index_logits import index_logits
 from kernels.mamba2_scan import mamba2_scan
+from kernels.mla_decode import MlaDecodePlan, mla_decode
 from tests.kernels import test_mamba2_scan as mamba2
+from tests.kernels.mla_inputs import SCALE, WIDTH, make_latents
 from tests.kernels.sparse_inputs import make_sparse
 from tests.kernels.state_inputs import StateRow, begins, keys, make_pool, make_slots, placed
 from tests.kernels.test_sparse_gluon import INDEX_DIM, index_inputs
@@ -58,10 +60,27 @@ def mamba2_launch(sizes: mamba2.Heads) -> Launch:
     return launch
 
 
+def mla_decode_launch() -> Launch:
+    """One sequence, whose scores have a launch of their own."""
+    case = make_latents([(8190, 1)], 1, device="cuda", page_tokens=64)
+    q = torch.randn(1, 128, WIDTH, generator=torch.Generator().manual_seed(1)).to(case.pages.dtype).cuda()
+    plan = MlaDecodePlan(1, 8192, 128)
+    assert plan.has_scores_apart(1)
+    plan.prepare(case.seqlens_k)
+
+    def launch() -> tuple[torch.Tensor, ...]:
+        return (
+            mla_decode(q, case.pages, case.block_tables, case.seqlens_k, scale=SCALE, max_seqlen_k=8192, plan=plan),
+        )
+
+    return launch
+
+
 LAUNCHES = {
     "index_logits": lambda: index_launch(fp8=False),
     "index_logits in wide blocks": lambda: index_launch(fp8=False, cached=30_000),
     "index_logits of fp8 keys": lambda: index_launch(fp8=True),
+    "mla_decode of one sequence": mla_decode_launch,
     "mamba2_scan with a skip": lambda: mamba2_launch(mamba2.Heads(1, 128, 64, 128)),
 }
 

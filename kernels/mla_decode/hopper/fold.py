@@ -75,6 +75,15 @@ def fold_parts(
     return acc, row_max, row_sum
 
 
+@triton.jit
+def unit_of(shared_ptr, index, row, HEADS: tl.constexpr, ROWS: tl.constexpr):
+    """Returns a sequence's first query, its rows and parts, and the slot of the first part of a row."""
+    at = shared_ptr + index * 4
+    parts = tl.load(at + 2)
+    first = tl.load(at + 3).to(tl.int64) + row // ROWS * parts
+    return tl.load(at).to(tl.int64), tl.load(at + 1) * HEADS, parts, first
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def fold_shared(
     out_ptr,
@@ -95,17 +104,15 @@ def fold_shared(
     row = tl.program_id(0)
     per_group = LEAVES_PER_GROUP // tl.load(counts_ptr + 1)
     sequences = tl.load(counts_ptr + 2)
+    index = tl.program_id(1)
+    q_start, rows, parts, first = unit_of(shared_ptr, index, row, HEADS, ROWS)
     # Every program waits: one that ended before would let the next launch start before the attention is done.
     tl.extra.cuda.gdc_wait()
     partials = (acc_ptr, row_max_ptr, row_sum_ptr)
     d = tl.arange(0, LATENT)
     # Eight values of a row, then eight of the next: as a warp of the attention holds them.
     at = d // 8 * (SLOT_ROWS * 8) + d % 8 + row % ROWS * 8
-    for index in tl.range(tl.program_id(1), sequences, tl.num_programs(1)):
-        q_start = tl.load(shared_ptr + index * 4).to(tl.int64)
-        rows = tl.load(shared_ptr + index * 4 + 1) * HEADS
-        parts = tl.load(shared_ptr + index * 4 + 2)
-        first = tl.load(shared_ptr + index * 4 + 3).to(tl.int64) + row // ROWS * parts
+    while index < sequences:
         if row < rows:
             if (LEAVES_PER_GROUP == 1) | (per_group == 1):
                 acc, row_max, row_sum = fold_parts(
@@ -128,6 +135,8 @@ def fold_shared(
             if WANTS_LSE:
                 lse = tl.where(row_sum == 0.0, float("-inf"), (row_max + tl.log2(row_sum)) * LN_2)
                 tl.store(lse_ptr + (row % HEADS).to(tl.int64) * num_tokens + q_start + row // HEADS, lse)
+        index += tl.num_programs(1)
+        q_start, rows, parts, first = unit_of(shared_ptr, tl.minimum(index, sequences - 1), row, HEADS, ROWS)
 
 
 def fold(plan: MlaDecodePlan, num_seqs: int, out: torch.Tensor, lse: torch.Tensor | None) -> None:

@@ -8,6 +8,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.mla_decode.call import MlaDecodeCall
 from kernels.mla_decode.hopper import WIDTH
+from kernels.mla_decode.hopper.apart import launch_apart
 from kernels.mla_decode.hopper.few_kernel import attend_latents_few
 from kernels.mla_decode.hopper.few_runs_kernel import attend_few_runs
 from kernels.mla_decode.hopper.fold import fold
@@ -15,9 +16,10 @@ from kernels.mla_decode.hopper.fold_cuts import fold as fold_by_load
 from kernels.mla_decode.hopper.kernel import attend_latents
 from kernels.mla_decode.hopper.runs_kernel import attend_runs
 from kernels.mla_decode.plan import MlaDecodePlan
+from kernels.mla_decode.tree_sizes import TILE
 from kernels.softmax import LOG2_E
 
-TILE, STAGES = 64, 2
+STAGES = 2
 # With two groups of warps the compiler would give a thread 256 at entry, one more than there are.
 ENTRY_REGISTERS = 168
 
@@ -31,32 +33,26 @@ def launch(call: MlaDecodeCall, plan: MlaDecodePlan | None, out: torch.Tensor, l
     if plan is None:
         plan = MlaDecodePlan(call.num_seqs, call.max_seqlen_k, heads, max_q_tokens=max_q_tokens, device=q.device)
         plan.prepare(call.seqlens_k, call.cu_seqlens_q)
-    page_tokens, page_rows = pages.shape[1], pages.stride(0) // WIDTH
-    box = min(page_tokens, TILE)
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    rows = (pages.shape[0] - 1) * page_rows + page_tokens
-
-    def boxes(tensor: torch.Tensor, count: int, height: int, width: int) -> TensorDescriptor:
-        return TensorDescriptor(tensor, [count, WIDTH], [WIDTH, 1], [height, width], layout)
-
+    descs = _descriptors(q, pages, plan.rows)
     together = plan.folds_together(call.num_seqs)
-    kernel, lists, options = _kernel_of(plan, several, together)
     with torch.cuda.device(q.device):
+        if plan.has_scores_apart(call.num_seqs):
+            launch_apart(call, plan, descs, out, lse)
+            fold(plan, call.num_seqs, out, lse)
+            return
+        kernel, lists, options = _kernel_of(plan, several, together)
         kernel[(plan.programs,)](
-            boxes(q, tokens * heads, plan.rows, 256),
-            boxes(q, tokens * heads, plan.rows, 64),
-            boxes(pages, rows, box, 256),
-            boxes(pages, rows, box, 64),
+            *descs,
             out,
             lse if lse is not None else lists[1],
             *lists,
             block_tables,
             call.scale * LOG2_E,
             tokens,
-            page_rows,
+            pages.stride(0) // WIDTH,
             block_tables.stride(0),
             HEADS=heads,
-            PAGE=page_tokens,
+            PAGE=pages.shape[1],
             TILE=TILE,
             STAGES=STAGES,
             WANTS_LSE=lse is not None,
@@ -67,6 +63,24 @@ def launch(call: MlaDecodeCall, plan: MlaDecodePlan | None, out: torch.Tensor, l
             fold_by_load(plan, call.num_seqs, out, lse)
         elif not plan.by_load:
             fold(plan, call.num_seqs, out, lse)
+
+
+def _descriptors(q: torch.Tensor, pages: torch.Tensor, q_rows: int) -> tuple[TensorDescriptor, ...]:
+    """Returns those of q_rows queries' halves and rotary parts, and of latents': a page's at a time, or a tile's."""
+    page_tokens, page_rows = pages.shape[1], pages.stride(0) // WIDTH
+    box, rows = min(page_tokens, TILE), (pages.shape[0] - 1) * page_rows + page_tokens
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+
+    def boxes(tensor: torch.Tensor, count: int, height: int, width: int) -> TensorDescriptor:
+        return TensorDescriptor(tensor, [count, WIDTH], [WIDTH, 1], [height, width], layout)
+
+    queries = q.shape[0] * q.shape[1]
+    return (
+        boxes(q, queries, q_rows, 256),
+        boxes(q, queries, q_rows, 64),
+        boxes(pages, rows, box, 256),
+        boxes(pages, rows, box, 64),
+    )
 
 
 def _kernel_of(

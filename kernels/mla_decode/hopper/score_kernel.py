@@ -1,0 +1,170 @@
+"""mla_decode in Gluon for Hopper where sequences are few, first launch: scores of all heads, tile by tile of latents.
+
+A program takes a tile of latents at a time, so one sequence keeps as many programs busy as it has tiles. Queries stay
+while its tiles are of one sequence.
+
+    producer       copies the latents, a page's rows at a time, and the queries
+    consumer       scores = q . latent over all 576 dimensions, 64 rows at a time, to memory
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from kernels.hopper.launches import allow_next_launch
+from kernels.mla_decode.hopper.stream import box_rows, copy_boxes
+from kernels.mla_decode.hopper.tile_scores import store_scores
+
+
+@gluon.jit
+def tile_of(items_ptr, index, TILES: gl.constexpr, PER_LEAF: gl.constexpr, TILE: gl.constexpr):
+    """Returns the first item of a leaf of a sequence, and what it says of the tile of latents with this index.
+
+    That is the sequence, its query, the tile's number in the leaf and first latent, and the sequence's length.
+    """
+    item = index // PER_LEAF * TILES
+    number = index % PER_LEAF
+    at = items_ptr + item * 8
+    first = (gl.load(at + 4) * PER_LEAF + number) * TILE
+    return item, gl.load(at), gl.load(at + 1), number, first, gl.load(at + 6)
+
+
+@gluon.jit
+def stream_tiles(
+    q_half_desc,
+    q_rope_desc,
+    half_desc,
+    rope_desc,
+    plan,
+    page_rows,
+    stride_tables_seq,
+    shared,
+    bars,
+    HEADS: gl.constexpr,
+    PAGE: gl.constexpr,
+    LEAF: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    items_ptr, counts_ptr, tables_ptr = plan
+    q_left, q_right, q_rope, left, right, rope = shared
+    q_full, q_empty, full, empty = bars
+    TILES: gl.constexpr = q_left.shape[0]
+    STAGES: gl.constexpr = left.shape[0]
+    BOX: gl.constexpr = PAGE if PAGE < TILE else TILE
+    BOXES: gl.constexpr = TILE // BOX
+    step = 0
+    turn = 0
+    held = -1
+    for index in range(gl.program_id(0), gl.load(counts_ptr) // TILES * (LEAF // TILE), gl.num_programs(0)):
+        _item, seq, q_start, _number, first, length = tile_of(items_ptr, index, TILES, LEAF // TILE, TILE)
+        if first < length:
+            if seq != held:
+                mbarrier.wait(q_empty, (turn & 1) ^ 1)
+                mbarrier.expect(q_full, TILES * 64 * 576 * 2)
+                for tile in gl.static_range(TILES):
+                    row = q_start * HEADS + tile * 64
+                    tma.async_copy_global_to_shared(q_rope_desc, [row, 512], q_full, q_rope.index(tile))
+                    tma.async_copy_global_to_shared(q_half_desc, [row, 0], q_full, q_left.index(tile))
+                    tma.async_copy_global_to_shared(q_half_desc, [row, 256], q_full, q_right.index(tile))
+                held = seq
+                turn += 1
+            row_ptr = tables_ptr + seq.to(gl.int64) * stride_tables_seq
+            rows = box_rows(row_ptr, first, length, page_rows, PAGE, BOX, BOXES)
+            s = step % STAGES
+            mbarrier.wait(empty.index(s), ((step // STAGES) & 1) ^ 1)
+            mbarrier.expect(full.index(s), TILE * 576 * 2)
+            copy_boxes(rope_desc, 512, rows, full.index(s), rope.index(s), BOX, BOXES)
+            copy_boxes(half_desc, 0, rows, full.index(s), left.index(s), BOX, BOXES)
+            copy_boxes(half_desc, 256, rows, full.index(s), right.index(s), BOX, BOXES)
+            step += 1
+
+
+@gluon.jit
+def multiply_tiles(scores_ptr, plan, shared, bars, LEAF: gl.constexpr, TILE: gl.constexpr):
+    items_ptr, counts_ptr, _tables_ptr = plan
+    q_left, q_right, q_rope, left, right, rope = shared
+    q_full, q_empty, full, empty = bars
+    TILES: gl.constexpr = q_left.shape[0]
+    STAGES: gl.constexpr = left.shape[0]
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE, 16])
+    zeros = gl.zeros([64, TILE], gl.float32, SCORES)
+    step = 0
+    turn = 0
+    held = -1
+    for index in range(gl.program_id(0), gl.load(counts_ptr) // TILES * (LEAF // TILE), gl.num_programs(0)):
+        item, seq, _q_start, number, first, length = tile_of(items_ptr, index, TILES, LEAF // TILE, TILE)
+        if first < length:
+            if seq != held:
+                if turn > 0:
+                    mbarrier.arrive(q_empty, count=1)
+                mbarrier.wait(q_full, turn & 1)
+                held = seq
+                turn += 1
+            s = step % STAGES
+            mbarrier.wait(full.index(s), (step // STAGES) & 1)
+            for tile in range(TILES):
+                part = warpgroup_mma(
+                    q_rope.index(tile), rope.index(s).permute((1, 0)), zeros, use_acc=False, is_async=True
+                )
+                part = warpgroup_mma(q_left.index(tile), left.index(s).permute((1, 0)), part, is_async=True)
+                part = warpgroup_mma(q_right.index(tile), right.index(s).permute((1, 0)), part, is_async=True)
+                scores = warpgroup_mma_wait(0, deps=[part])
+                if tile == TILES - 1:
+                    mbarrier.arrive(empty.index(s), count=1)
+                store_scores(scores_ptr, (item + tile) * (LEAF // TILE) + number, scores)
+            step += 1
+
+
+# What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
+@gluon.jit(do_not_specialize=["stride_tables_seq"])
+def score_tiles(
+    q_half_desc,
+    q_rope_desc,
+    half_desc,
+    rope_desc,
+    scores_ptr,
+    items_ptr,
+    counts_ptr,
+    tables_ptr,
+    page_rows,
+    stride_tables_seq,
+    HEADS: gl.constexpr,
+    PAGE: gl.constexpr,
+    LEAF: gl.constexpr,
+    TILE: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    TILES: gl.constexpr = (HEADS + 63) // 64
+    q_left = gl.allocate_shared_memory(gl.bfloat16, [TILES, 64, 256], LAYOUT)
+    q_right = gl.allocate_shared_memory(gl.bfloat16, [TILES, 64, 256], LAYOUT)
+    q_rope = gl.allocate_shared_memory(gl.bfloat16, [TILES, 64, 64], LAYOUT)
+    left = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, 256], LAYOUT)
+    right = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, 256], LAYOUT)
+    rope = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, 64], LAYOUT)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    q_empty = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    mbarrier.init(q_full, count=1)
+    mbarrier.init(q_empty, count=1)
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=1)
+    # The second launch waits for what this one stores.
+    allow_next_launch()
+    plan = (items_ptr, counts_ptr, tables_ptr)
+    shared = (q_left, q_right, q_rope, left, right, rope)
+    bars = (q_full, q_empty, full, empty)
+    # fmt: off
+    gl.warp_specialize(
+        [
+            (multiply_tiles, (scores_ptr, plan, shared, bars, LEAF, TILE)),
+            (stream_tiles, (q_half_desc, q_rope_desc, half_desc, rope_desc, plan, page_rows, stride_tables_seq,
+                            shared, bars, HEADS, PAGE, LEAF, TILE)),
+        ],
+        [1],
+        [56],
+    )
+    # fmt: on
