@@ -29,6 +29,20 @@ def release_read(barrier):
 
 
 @gluon.jit
+def acquire():
+    """Lets this thread read what was written before the counters that it has read said so."""
+    gl.inline_asm_elementwise("fence.acq_rel.gpu; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def fence_async_global():
+    """Orders what this thread reads and writes of global memory, and what the copy engine does for it."""
+    gl.inline_asm_elementwise(
+        "fence.proxy.async.global; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def grid_barrier(counters_ptr, arrivals):
     """Waits until it was called `arrivals` times in this launch; then all that came before the calls can be read.
 

@@ -7,7 +7,7 @@ import torch
 
 from kernels._checks import check_lengths
 from kernels.errors import KernelArgumentError
-from kernels.mla_decode.cut_sizes import MANY_PARTS, MANY_ROWS, PIECES, tile_rows_of
+from kernels.mla_decode.cut_sizes import MANY_PARTS, MANY_ROWS, MOST_MERGED, PIECES, tile_rows_of
 from kernels.mla_decode.tree_sizes import FEW_HEADS, is_few, tree_of
 
 __all__ = ["MlaDecodePlan"]
@@ -68,33 +68,46 @@ class MlaDecodePlan:
         else:
             self.max_items, slots = max(max_seqs * tiles * leaves, 1), self.max_shared * leaves
         self.max_seqs_apart = self._max_seqs_apart(tiles * leaves, slots)
+        self.fit_at_once = _fit_at_once(programs, device)
+        self._allocate(slots, tiles * leaves, device)
+
+    def _allocate(self, slots: int, leaves: int, device: torch.device | str) -> None:
+        """Makes the buffers, for parts in `slots`; `leaves` are those of all tiles of a sequence."""
 
         def buffer(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         # Sequence, first query, queries, tile of rows, first leaf, leaves, latents of the sequence, slot; by load the
         # first latent and the one behind the last in place of the first leaf and the number of leaves. -1: no slot.
+        # By load with few heads, in place of queries and tile: for a first part that merges the others, how many there
+        # are, -1 for each of these, and else 0; and which part of its sequence it is.
         self.items = buffer(self.max_items, 8, dtype=torch.int32)
-        # Items, leaves in an item of a sequence that is shared out, and such sequences; by load such tiles of rows.
+        # Items, leaves in an item of a sequence that is shared out, and such sequences; by load items, tiles of latents
+        # of a program, and tiles of rows that are shared out.
         self.counts = buffer(3, dtype=torch.int32)
         # First query, queries, parts of a tile, first slot of each of these; by load first row, rows and parts of each
         # tile or piece of one, and where in all slots its first part's rows begin.
-        self.shared = buffer(max(max_seqs, self.max_shared * (PIECES if by_load else 1)), 4, dtype=torch.int32)
+        self.shared = buffer(
+            max(self.max_seqs, self.max_shared * (PIECES if self.by_load else 1)), 4, dtype=torch.int32
+        )
         # By load: each program's first item, and the end of the last one's.
-        self.firsts = buffer(programs + 1 if self.by_load else 0, dtype=torch.int32)
-        if by_load:
+        self.firsts = buffer(self.programs + 1 if self.by_load else 0, dtype=torch.int32)
+        if self.by_load:
             self.parts = torch.empty((slots, self.slot_rows, 512), dtype=torch.bfloat16, device=device)
             self.levels = torch.empty((slots, self.slot_rows), dtype=torch.float32, device=device)
         else:
             self.acc = torch.empty((slots, self.slot_rows, 512), dtype=torch.float32, device=device)
             self.row_max = torch.empty((slots, self.slot_rows), dtype=torch.float32, device=device)
             self.row_sum = torch.empty((slots, self.slot_rows), dtype=torch.float32, device=device)
-        self.scores = buffer(self.max_seqs_apart * tiles * leaves * self.tree.leaf, self.rows, dtype=torch.float32)
-        # By load: the counters of the barrier at which programs meet to fold; 0 between launches.
-        self.arrivals = buffer(2 if self.by_load else 0, dtype=torch.int32)
-        self.fit_at_once = _fit_at_once(programs, device)
+        self.scores = buffer(self.max_seqs_apart * leaves * self.tree.leaf, self.rows, dtype=torch.float32)
+        # By load: the counters of the barrier at which programs meet to fold, 0 between launches; with few heads what
+        # `meet` has, and for each sequence that is cut, at its first slot, parts that are stored, 0 between launches.
+        self.arrivals = buffer((3 if self.few else 2) if self.by_load else 0, dtype=torch.int32)
+        self.stored = buffer(slots if self.by_load and self.few else 0, dtype=torch.int32)
         # Running totals of leaves, which by load there are none of.
-        self.sums = torch.empty((0 if self.by_load else programs, self.rows, 512), dtype=torch.float32, device=device)
+        self.sums = torch.empty(
+            (0 if self.by_load else self.programs, self.rows, 512), dtype=torch.float32, device=device
+        )
 
     def folds_together(self, num_seqs: int) -> bool:
         """Returns whether the attention's programs fold this number of sequences; if not, a launch behind it does."""
@@ -136,6 +149,7 @@ class MlaDecodePlan:
         if self.by_load:
             from kernels.mla_decode.splits_triton import launch as launch_splits
 
+            together = self.folds_together(num_seqs)
             lists = (self.items, self.counts, self.shared, self.firsts)
             launch_splits(
                 lists,
@@ -145,7 +159,8 @@ class MlaDecodePlan:
                 heads=self.heads,
                 rows=self.rows,
                 slot_rows=self.slot_rows,
-                many_parts=MANY_PARTS if self.few and self.folds_together(num_seqs) else self.programs + 1,
+                many_parts=MANY_PARTS if self.few and together else self.programs + 1,
+                most_merged=MOST_MERGED if self.few and together else 1,
             )
             return
         from kernels.mla_decode.plan_triton import launch

@@ -6,6 +6,8 @@ each a run: fewer parts, and no program has two.
 
     units      | 0 ............ | 1 .... | 2 ..... | 3 .... |
     programs   | 0       | 1        | 2        | 3          |      unit 0 is cut once, 2 once; 1 and 3 are not
+
+Where heads are few and no unit has many parts, the program that has a unit's first part merges the others.
 """
 
 import torch
@@ -44,7 +46,7 @@ def cuts_of(at, size, share):
     return owner, (at + size - 1) // share - owner
 
 
-@triton.jit(do_not_specialize=["num_seqs", "least_run", "many_parts"])
+@triton.jit(do_not_specialize=["num_seqs", "least_run", "many_parts", "most_merged", "longer"])
 def list_runs(
     items_ptr,
     counts_ptr,
@@ -56,6 +58,8 @@ def list_runs(
     programs,
     least_run,
     many_parts,
+    most_merged,
+    longer,
     HEADS: tl.constexpr,
     TILE: tl.constexpr,
     EXTRA: tl.constexpr,
@@ -65,6 +69,7 @@ def list_runs(
     PIECES: tl.constexpr,
     PIECE_ROWS: tl.constexpr,
     MULTI: tl.constexpr,
+    FEW: tl.constexpr,
     SEQS: tl.constexpr,
     STEP: tl.constexpr,
 ):
@@ -83,6 +88,10 @@ def list_runs(
     share, pitch = share_of(tiles, size, programs, least_run, EXTRA, SLACK)
     begins = tl.cumsum(tiles * pitch, 0) - tiles * pitch
     most = tl.max(tiles, 0)
+    merges = False
+    if FEW:  # one tile each
+        _, all_cuts = cuts_of(begins, size, share)
+        merges = tl.max(tl.where(tiles > 0, all_cuts, 0), 0) < most_merged
     mine = tl.program_id(0)
     if mine >= num_seqs:
         program = mine - num_seqs
@@ -100,9 +109,10 @@ def list_runs(
             there = tile < tiles
             item_base += tl.where(there, cuts + 1, 0)
             slot_base += tl.where(there & (cuts > 0), cuts + 1, 0)
-            unit_base += tl.where(there & (cuts > 0), tl.where(cuts + 1 >= many_parts, PIECES, 1), 0)
+            unit_base += tl.where(there & (cuts > 0) & (merges == 0), tl.where(cuts + 1 >= many_parts, PIECES, 1), 0)
         if mine == 0:
             tl.store(counts_ptr, tl.sum(item_base, 0))
+            tl.store(counts_ptr + 1, share)
             tl.store(counts_ptr + 2, tl.sum(unit_base, 0))
         before = seqs < mine
         item = tl.sum(tl.where(before, item_base, 0), 0)
@@ -118,22 +128,28 @@ def list_runs(
         for tile in range(tl.sum(tl.where(own, tiles, 0), 0)):
             at = own_begin + tile * own_pitch
             owner, cuts = cuts_of(at, own_size, share)
+            is_merged = merges & (cuts > 0)
+            later = tl.where(is_merged & (at + own_size - (owner + cuts) * share > longer), longer, 0)
             for first in range(0, cuts + 1, STEP):
                 part = first + tl.arange(0, STEP)
                 inside = part <= cuts
-                begin = tl.where(part == 0, 0, (owner + part) * share - at) * TILE
-                stop = tl.where(part == cuts, own_length, ((owner + part + 1) * share - at) * TILE)
+                begin = tl.where(part == 0, 0, (owner + part) * share - at + later) * TILE
+                stop = tl.where(part == cuts, own_length, ((owner + part + 1) * share - at + later) * TILE)
                 to = items_ptr + (item + part) * 8
                 zero = tl.zeros([STEP], tl.int32)
                 tl.store(to, zero + mine, mask=inside)
                 tl.store(to + 1, zero + own_start, mask=inside)
-                tl.store(to + 2, zero + own_queries, mask=inside)
-                tl.store(to + 3, zero + tile, mask=inside)
+                if FEW:
+                    tl.store(to + 2, tl.where(is_merged, tl.where(part == 0, cuts, -1), 0), mask=inside)
+                    tl.store(to + 3, part, mask=inside)
+                else:
+                    tl.store(to + 2, zero + own_queries, mask=inside)
+                    tl.store(to + 3, zero + tile, mask=inside)
                 tl.store(to + 4, begin, mask=inside)
                 tl.store(to + 5, stop, mask=inside)
                 tl.store(to + 6, zero + own_length, mask=inside)
                 tl.store(to + 7, tl.where(cuts > 0, slot + part, -1), mask=inside)
-            if cuts > 0:
+            if (cuts > 0) & (merges == 0):
                 rows = tl.minimum(own_queries * HEADS - tile * ROWS, ROWS)
                 pieces = tl.where(cuts + 1 >= many_parts, PIECES, 1)
                 for piece in range(pieces):
@@ -144,6 +160,7 @@ def list_runs(
                     tl.store(to + 2, cuts + 1)
                     tl.store(to + 3, slot * SLOT_ROWS + row)
                 unit += pieces
+            if cuts > 0:
                 slot += cuts + 1
             item += cuts + 1
 
@@ -158,6 +175,7 @@ def launch(
     rows: int,
     slot_rows: int,
     many_parts: int,
+    most_merged: int,
 ) -> None:
     """Launches over checked arguments. `lists` are the plan's items, counts, shared and firsts, which it fills."""
     num_seqs = seqlens_k.shape[0]
@@ -172,6 +190,8 @@ def launch(
             programs,
             LEAST_RUN,
             many_parts,
+            most_merged,
+            cut_sizes.LONGER,
             HEADS=heads,
             TILE=TILE,
             EXTRA=EXTRA if rows == cut_sizes.MANY_ROWS else EXTRA_OF_FEW,
@@ -181,6 +201,7 @@ def launch(
             PIECES=cut_sizes.PIECES,
             PIECE_ROWS=-(-slot_rows // cut_sizes.ROW_BLOCK) * cut_sizes.PIECE_BLOCK,
             MULTI=cu_seqlens_q is not None,
+            FEW=rows < cut_sizes.MANY_ROWS,
             SEQS=max(triton.next_power_of_2(num_seqs), 16),
             STEP=64,
             num_warps=4,

@@ -168,7 +168,7 @@ def test_decode_of_few_heads_cut_by_load(name: str) -> None:
     constants = FEW_RUN | FEW_RUNS[name]
     rows, height = int(constants["ROWS"]), min(int(constants["PAGE"]), int(constants["TILE"]))
     boxes = {"q_half_desc": [rows, 256], "q_rope_desc": [rows, 64]}
-    boxes |= {"half_desc": [height, 256], "rope_desc": [height, 64]}
+    boxes |= {"half_desc": [height, 256], "rope_desc": [height, 64], "parts_desc": [1, 64, 256]}
     types = kinds(attend_few_runs.arg_names, boxes)
     got = compile_gluon(attend_few_runs, constants, types, maxnreg=ENTRY_REGISTERS)
     assert "wgmma.mma_async" in got.ptx and not got.serialised
@@ -206,7 +206,7 @@ def test_the_plain_kernels_spill_nothing() -> None:
     tree = {"LEAF": 512, "TILE": 64, "LEAVES_PER_GROUP": 8}
     listed = {**tree, "HEADS": 16, "ROWS": 16, "MULTI": True, "BY_LEAF": False, "SEQS": 256, "STEP": 64}
     runs = {"HEADS": 128, "ROWS": 64, "MULTI": True, "SEQS": 1024, "STEP": 64}
-    runs |= {"TILE": 64, "EXTRA": 4, "SLACK": 16, "SLOT_ROWS": 64, "PIECES": 4, "PIECE_ROWS": 16}
+    runs |= {"TILE": 64, "EXTRA": 4, "SLACK": 16, "SLOT_ROWS": 64, "PIECES": 4, "PIECE_ROWS": 16, "FEW": False}
     cuts = {"HEADS": 128, "SLOT_ROWS": 64, "MOST": 256, "LATENT": 512, "FEW": False, "WANTS_LSE": True}
     product = {"BLOCK_K": 64, "CARRIED": 64, "BLOCK_C": 64}
     few, held, large = (
@@ -231,6 +231,7 @@ def test_the_plain_kernels_spill_nothing() -> None:
         (attend_tile, TILE, 8),
         (list_items, listed, 4),
         (list_runs, runs, 4),
+        (list_runs, {**runs, "HEADS": 16, "ROWS": 16, "MULTI": False, "FEW": True, "SLOT_ROWS": 16}, 4),
         (fold_cuts, {**cuts, "SOME": 16, "COLUMNS": 512}, 4),
         (fold_cuts, {**cuts, "SOME": 32, "COLUMNS": 256}, 4),
         (order_tiles, {"MODE": 1, "BLOCK": 128, "SEQS": 256, "SLOTS": 16}, 8),

@@ -89,13 +89,22 @@ def test_a_later_cut_may_outweigh_the_first_by_far(cuda: str) -> None:
     torch.testing.assert_close(lse.double(), wanted_lse.double(), rtol=1e-4, atol=1e-2)
 
 
+def assert_at_rest(plan: MlaDecodePlan) -> None:
+    """Meetings are counted on; the next one's counter, and those of parts, are 0."""
+    if plan.few:
+        meetings = int(plan.arrivals[0])
+        assert not plan.arrivals[1 + meetings % 2] and not plan.stored.any()
+    else:
+        assert not plan.arrivals.any()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("programs", [17, 60, None])
 @pytest.mark.parametrize(("heads", "new"), [(128, 1), (48, 1), (32, 1), (12, 1), (64, 3)])
 def test_programs_fold_any_number_of_parts_together(
     cuda: str, monkeypatch: pytest.MonkeyPatch, heads: int, new: int, programs: int | None
 ) -> None:
-    """With the same bits from run to run, and its counters at 0 behind each."""
+    """With the same bits from run to run, and counters that are ready for the next one."""
     monkeypatch.setattr(mla_plan, "LEAST_TILES_TOGETHER", 1)
     case = make_latents([(max(length - new, 0), new) for length in LENGTHS], 1, device=cuda)
     q = latent_queries(case, heads)
@@ -109,7 +118,7 @@ def test_programs_fold_any_number_of_parts_together(
         out, lse = attend(case, q, Backend.GLUON, plan)
         assert_same_bits(out, first)
         assert_same_bits(lse, first_lse)
-    assert not plan.arrivals.any()
+    assert_at_rest(plan)
 
 
 @pytest.mark.gpu
@@ -146,6 +155,32 @@ def test_launches_of_a_graph_wait_for_each_other(cuda: str, heads: int, lengths:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [[8191] * 64, LENGTHS])
+def test_programs_without_room_are_not_waited_for_in_vain(cuda: str, lengths: list[int]) -> None:
+    """Another stream's launch holds most multiprocessors: those that wait for its end would have waited 20 ms."""
+    from tests.kernels.held_multiprocessors import hold_multiprocessors
+
+    case = make_latents([(length - 1, 1) for length in lengths], 1, device=cuda)
+    q = latent_queries(case, 16)
+    plan = planned(case, 16)
+    assert (int(plan.counts[2]) > 0) == (lengths == LENGTHS)  # where programs meet, and where first parts merge others
+    wanted, _ = attend(case, q, Backend.GLUON, plan)
+    hold_multiprocessors[(1,)](torch.zeros(1, dtype=torch.int32, device=cuda), 0, num_warps=4)
+    beside = torch.cuda.Stream()
+    done, free = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    with torch.cuda.stream(beside):
+        hold_multiprocessors[(100,)](torch.zeros(100, dtype=torch.int32, device=cuda), 20_000_000, num_warps=4)
+        free.record()
+    (out,) = attend(case, q, Backend.GLUON, plan, wants_lse=False)
+    done.record()
+    torch.cuda.synchronize()
+    assert done.elapsed_time(free) > 0
+    assert_same_bits(out, wanted)
+    assert_at_rest(plan)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("together", [False, True])
 def test_a_captured_plan_follows_the_lengths(cuda: str, monkeypatch: pytest.MonkeyPatch, together: bool) -> None:
     """Padding rows give 0, in a graph whose plan was made for longer sequences; at last nothing is cut."""
@@ -174,7 +209,8 @@ def test_a_captured_plan_follows_the_lengths(cuda: str, monkeypatch: pytest.Monk
         wanted = mla_decode(q, case.pages, case.block_tables, lengths, scale=SCALE, backend=Backend.REFERENCE)
         assert_output(out, wanted.double())
         assert not out[lengths == 0].any()
-    assert not int(plan.counts[2]) and not plan.arrivals.any()
+    assert not int(plan.counts[2])
+    assert_at_rest(plan)
 
 
 def test_other_implementations_take_the_plan_and_keep_their_bits(target: Target) -> None:

@@ -36,9 +36,8 @@ def plan_of(units: list[tuple[int, int]], heads: int, device: str) -> MlaDecodeP
 def columns(few: bool) -> torch.Tensor:
     """Which column lies at each place of a part's row."""
     place = torch.arange(256)
-    if few:
-        halves = place // 2 % 4 * 64 + place // 64 * 16 + place % 2 * 8 + place // 8 % 8
-    else:
+    halves = place
+    if not few:
         halves = place // 32 * 32 + place // 2 % 4 * 8 + place // 8 % 4 * 2 + place % 2
     return torch.cat([halves, halves + 256])
 

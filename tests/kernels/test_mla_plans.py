@@ -8,7 +8,7 @@ import torch
 from kernels.backend import Backend
 from kernels.errors import KernelArgumentError
 from kernels.mla_decode import MlaDecodePlan
-from kernels.mla_decode.cut_sizes import MANY_PARTS
+from kernels.mla_decode.cut_sizes import LONGER, MANY_PARTS, MOST_MERGED
 from kernels.mla_prefill import BLOCK, MlaPrefillPlan
 from tests.kernels.conftest import rarely_interpreted
 from tests.kernels.inputs import running_sums
@@ -137,8 +137,18 @@ def test_one_latent_more_makes_no_program_much_busier(target: Target, heads: int
     assert steps[0] == steps[1] and busiest[1] <= busiest[0] + 2
 
 
+def merges(plan: MlaDecodePlan, parts_of: dict[int, list[int]]) -> bool:
+    return plan.few and max(map(len, parts_of.values()), default=0) <= MOST_MERGED
+
+
 def assert_pieces_cover(plan: MlaDecodePlan, parts_of: dict[int, list[int]], listed: int) -> None:
-    """Every row of a tile that is cut is in one piece, of all of the tile's parts; tiles of many have four pieces."""
+    """Every row of a tile that is cut is in one piece, of all of the tile's parts; tiles of many have four pieces.
+
+    None where heads are few and no tile has many: then its first part's program merges the others.
+    """
+    if merges(plan, parts_of):
+        assert listed == 0
+        return
     rows_left = {first_row: set(range(plan.slot_rows)) for first_row in parts_of}
     for first_row, rows, parts, part_row in plan.shared[:listed].tolist():
         offset = part_row % plan.slot_rows
@@ -165,12 +175,15 @@ def test_cuts_by_load_cover_every_tile_once_in_order(
     plan = MlaDecodePlan(5, max(*lengths, 1), heads, max_q_tokens=most, by_load=True, programs=programs, device=device)
     given = torch.tensor(lengths, dtype=torch.int32, device=device)
     plan.prepare(given, running_sums(queries, device) if several else None)
-    count, _, cut = plan.counts.tolist()
+    count, run, cut = plan.counts.tolist()
     firsts, items = plan.firsts.tolist(), plan.items[: int(plan.counts[0])].tolist()
     assert firsts[0] == 0 and firsts[-1] == count <= plan.max_items and firsts == sorted(firsts)
-    done, slots = [], []
+    done, slots, merged = [], [], []
     parts_of: dict[int, list[int]] = {}
     for seq, q_start, q_len, tile, first, stop, length, slot in items:
+        if plan.few:
+            merged.append((slot, q_len, tile))
+            q_len, tile = 1, 0
         assert (q_start, q_len, length) == (sum(queries[:seq]), queries[seq], lengths[seq])
         assert first % 64 == 0 and (stop == length or stop % 64 == 0) and (first < stop or length == 0)
         done += [(seq, tile, key) for key in range(first // 64, max(-(-stop // 64), 1))]
@@ -182,12 +195,18 @@ def test_cuts_by_load_cover_every_tile_once_in_order(
     assert done == [(seq, tile, key) for seq, tile in units for key in range(tiles_of[seq])]
     assert slots == list(range(len(slots))) and len(slots) <= plan.parts.shape[0] and cut <= plan.shared.shape[0]
     assert_pieces_cover(plan, parts_of, cut)
+    counts = {slots[0]: len(slots) for slots in parts_of.values()}
+    for slot, others, part in merged:
+        count = counts.get(slot - part, 1)
+        wanted = (count - 1 if part == 0 else -1) if count > 1 and merges(plan, parts_of) else 0
+        assert 0 <= part < count and others == wanted
     sizes = [max(1, -(-(stop - first) // 64)) for *_, first, stop, _, _ in items]
     # What starting and ending a unit costs, in tiles.
     extra = 4 if plan.rows == 64 else 3
     busy = [sum(sizes[first:last]) + extra * (last - first) for first, last in pairwise(firsts)]
     share = max(-(-sum(tiles_of[seq] + extra for seq, _ in units) // programs), 2)
     assert max(busy) <= share + share // 16 + 2 * extra
+    assert max(busy) <= run + 2 * extra
 
 
 @pytest.mark.parametrize(
@@ -206,6 +225,19 @@ def test_sequences_of_about_one_length_have_equally_many_parts(
     assert (count, cut) == (units * parts, units)
     assert {row[2] for row in plan.shared[:cut].tolist()} == {parts}
     assert all(stop - start <= 1 for start, stop in pairwise(plan.firsts.tolist()))
+
+
+@pytest.mark.parametrize("heads", [8, 32])
+def test_first_of_two_parts_is_longer(target: Target, heads: int) -> None:
+    """Its program merges the other; no program waits for all."""
+    device = planner(target)
+    plan = MlaDecodePlan(64, 8192, heads, by_load=True, programs=132, device=device)
+    plan.prepare(torch.full((64,), 8192, dtype=torch.int32, device=device))
+    count, _, listed = plan.counts.tolist()
+    items = plan.items[:count].tolist()
+    assert count == 128 and listed == 0
+    assert [stop - first for *_, first, stop, _, _ in items] == [64 * (64 + LONGER), 64 * (64 - LONGER)] * 64
+    assert [item[2:4] for item in items] == [[1, 0], [-1, 1]] * 64
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from kernels.hopper.barriers import fence_async_global, thread_barrier
 from kernels.hopper.registers import opaque, opaque_zero_of
 from kernels.hopper.work_queue import take
-from kernels.mla_decode.hopper.few_parts import store_heads
+from kernels.mla_decode.hopper.few_parts import part_scores, store_heads
 from kernels.mla_decode.hopper.few_tile import add_tile
 from kernels.mla_decode.hopper.fold_together import fold_together
 from kernels.mla_decode.hopper.parts import level, share
@@ -44,6 +45,7 @@ def scores_of(q, buffer, latents, full, s, phase, TILE: gl.constexpr, ROWS: gl.c
 def attend_few_run(
     results,
     together,
+    stored_ptr,
     scale_log2,
     num_tokens,
     shared,
@@ -57,7 +59,7 @@ def attend_few_run(
     TOGETHER: gl.constexpr,
     WANTS_LSE: gl.constexpr,
 ):
-    _, lse_ptr, _, levels_ptr = results
+    out_ptr, lse_ptr, parts_ptr, levels_ptr = results
     _, _, _, left, right, rope = shared[0]
     handed = shared[1]
     q_full, q_empty, left_full, left_empty, right_full, right_empty = bars[0]
@@ -68,7 +70,7 @@ def attend_few_run(
     key = gl.arange(0, TILE, DOWN)
     step = 0
     turn = 0
-    q_start, _q_len, _tile, begin, stop, length, slot = take(work[0], work[1], work[2], turn)
+    q_start, others, part, begin, stop, length, slot = take(work[0], work[1], work[2], turn)
     while stop >= 0:
         buffer = turn % 2
         mbarrier.wait(q_full.index(buffer), (turn // 2) & 1)
@@ -77,14 +79,22 @@ def attend_few_run(
         sums = gl.zeros([TILE, ROWS], gl.float32, L)
         low = gl.zeros([256, ROWS], gl.float32, L)
         high = gl.zeros([256, ROWS], gl.float32, L)
-        for first in range(begin, stop, TILE):
+        for first in range(begin, stop + gl.maximum(others, 0) * TILE, TILE):
             s = step % STAGES
+            phase = (step // STAGES) & 1
             full = (left_full, right_full, rope_full)
-            scores = scores_of(shared[0], buffer, (left, right, rope), full, s, (step // STAGES) & 1, TILE, ROWS, L)
+            is_part = first >= stop
+            if is_part:
+                level_ptr = levels_ptr + (slot + 1 + (first - stop) // TILE) * SLOT_ROWS
+                scores = part_scores(level_ptr, key, full, s, phase, HEADS, TILE, ROWS, L)
+            else:
+                scores = scores_of(shared[0], buffer, (left, right, rope), full, s, phase, TILE, ROWS, L)
             mbarrier.arrive(rope_empty.index(s), count=1)
+            end = gl.where(is_part, first + TILE, length)
+            scale = gl.where(is_part, 1.0, scale_log2)  # levels are logarithms to base 2
             row_max, sums, low, high = add_tile(
-                scores, (row_max, sums, low, high), first, length, (left, right), (left_empty, right_empty), s, handed,
-                key, scale_log2, TILE,
+                scores, (row_max, sums, low, high), first, end, (left, right), (left_empty, right_empty), s, handed,
+                key, scale, TILE, is_part,
             )  # fmt: skip
             step += 1
         mbarrier.arrive(q_empty.index(buffer), count=1)
@@ -92,12 +102,20 @@ def attend_few_run(
         row = opaque(gl.arange(0, ROWS, ACROSS))
         reached = level(row_max, total)
         live = row < HEADS
-        gl.store(levels_ptr + slot * SLOT_ROWS + row, reached, mask=live & (slot >= 0))
+        is_stored = (slot >= 0) & (others <= 0)
+        gl.store(levels_ptr + slot * SLOT_ROWS + row, reached, mask=live & is_stored)
         if WANTS_LSE:
-            gl.store(lse_ptr + row.to(gl.int64) * num_tokens + q_start, reached * LN_2, mask=live & (slot < 0))
-        store_heads(results, low * share(total)[None, :], q_start, slot, 0, HEADS, SLOT_ROWS, ROWS, L)
-        store_heads(results, high * share(total)[None, :], q_start, slot, 256, HEADS, SLOT_ROWS, ROWS, L)
+            gl.store(lse_ptr + row.to(gl.int64) * num_tokens + q_start, reached * LN_2, mask=live & (is_stored == 0))
+        to_ptr = out_ptr + q_start.to(gl.int64) * (HEADS * 512)
+        if is_stored:
+            to_ptr = parts_ptr + slot.to(gl.int64) * (SLOT_ROWS * 512)
+        store_heads(to_ptr, low * share(total)[None, :], HEADS, ROWS)
+        store_heads(to_ptr + 256, high * share(total)[None, :], HEADS, ROWS)
+        if others < 0:
+            fence_async_global()  # another program's copy engine reads it
+            thread_barrier()
+            gl.atomic_add(stored_ptr + slot - part, 1, sem="release", scope="gpu")
         turn += 1
-        q_start, _q_len, _tile, begin, stop, length, slot = take(work[0], work[1], work[2], turn)
+        q_start, others, part, begin, stop, length, slot = take(work[0], work[1], work[2], turn)
     if TOGETHER:
         fold_together(results, together, num_tokens, 2, HEADS, SLOT_ROWS, True, WANTS_LSE)

@@ -1,9 +1,12 @@
 """mla_decode cut by load, in Gluon for Hopper, where heads are few and each sequence has one query.
 
-It is cut and folded as for many heads, see runs_kernel.py. A launch that folds together begins while the one before it
-ends, and waits for that before it reads or writes anything.
+It is cut as for many heads, see runs_kernel.py. Where no sequence has many parts, the program with the first one adds
+the others as if they were latents; else all programs fold all parts together. Programs begin one by one while the
+launch before ends, and wait for that before they read or write anything. They need not be on the card at once: programs
+begin in order, one that adds parts waits for those behind it, of which all but the last one on the card end, and those
+that meet wait no longer than need be.
 
-    producer       latents, a page's rows at a time, and the queries, as for many heads
+    producer       latents, a page's rows at a time, and the queries, as for many heads; parts that the program adds
     consumer       everything else, for up to 32 heads
 """
 
@@ -24,6 +27,7 @@ def attend_few_runs(
     q_rope_desc,
     half_desc,
     rope_desc,
+    parts_desc,
     out_ptr,
     lse_ptr,
     parts_ptr,
@@ -33,6 +37,7 @@ def attend_few_runs(
     counts_ptr,
     shared_ptr,
     arrivals_ptr,
+    stored_ptr,
     tables_ptr,
     scale_log2,
     num_tokens,
@@ -73,7 +78,7 @@ def attend_few_runs(
         mbarrier.init(q_empty.index(s), count=1)
     work = (queue, queue_full, queue_empty)
     init_latent_barriers(halves, rope_bars, STAGES)
-    plan = (items_ptr, firsts_ptr, tables_ptr)
+    plan = (items_ptr, firsts_ptr, tables_ptr, parts_desc, stored_ptr)
     results = (out_ptr, lse_ptr, parts_ptr, levels_ptr)
     together = (arrivals_ptr, counts_ptr, shared_ptr)
     shared = ((q_left, q_right, q_rope, left, right, rope), handed)
@@ -84,7 +89,7 @@ def attend_few_runs(
     # fmt: off
     gl.warp_specialize(
         [
-            (attend_few_run, (results, together, scale_log2, num_tokens, shared, bars, work,
+            (attend_few_run, (results, together, stored_ptr, scale_log2, num_tokens, shared, bars, work,
                                HEADS, TILE, STAGES, ROWS, SLOT_ROWS, TOGETHER, WANTS_LSE)),
             (stream_runs, (q_half_desc, q_rope_desc, half_desc, rope_desc, plan, page_rows, stride_tables_seq,
                             shared, bars, work, HEADS, PAGE, TILE, STAGES, ROWS, True)),

@@ -15,17 +15,24 @@ from kernels.softmax.triton import MASKED
 
 
 @gluon.jit
-def add_tile(scores, sums, first, length, latents, empty, s, handed, key, scale_log2, TILE: gl.constexpr):
+def add_tile(
+    scores, sums, first, length, latents, empty, s, handed, key, scale_log2, TILE: gl.constexpr, is_part=False
+):
     """Adds the weights and weighted latents of stage s, a tile from `first` on, and gives its halves back when read.
 
-    Returns `sums`: the rows' maxima, weights [latents, rows], and values of dimensions 0 .. 255 and 256 .. 511.
+    With is_part it is a part of the result in place of latents, whose rows have one score each: of that, the weight is
+    a power of two, and so not rounded. Returns `sums`: the rows' maxima, weights [latents, rows], and values of
+    dimensions 0 .. 255 and 256 .. 511.
     """
     row_max, partial_sums, low, high = sums
     left, right = latents
     left_empty, right_empty = empty
     if first + TILE > length:
         scores = gl.where((first + key < length)[:, None], scores, MASKED)
-    new_max = gl.maximum(row_max, gl.max(scores, 0) * scale_log2)
+    peak = gl.max(scores, 0) * scale_log2
+    new_max = gl.maximum(row_max, peak)
+    if is_part:
+        new_max = peak + gl.ceil(new_max - peak)
     weights = gl.exp2(scores * scale_log2 - new_max[None, :])
     decay = gl.exp2(row_max - new_max)[None, :]
     # All have read the last tile's weights: their maximum went through a barrier.

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from kernels.hopper.barriers import grid_barrier
 from kernels.mla_decode import cut_sizes
+from kernels.mla_decode.hopper.meeting import meet
 from kernels.mla_decode.hopper.parts import level, share
 from kernels.mla_decode.hopper.places import column_at
 from kernels.softmax.triton import LN_2, NO_KEYS
@@ -47,14 +48,20 @@ def fold_together(
 ):
     """Called by both consumers of every program, each with its HALF: 0 has columns 0 .. 255, 1 the others.
 
-    FEW: called by the only consumer, which takes halves in turn. Where nothing was cut, no program waits.
+    FEW: called by the only consumer, which takes halves in turn. Where nothing was cut, or the first parts' programs
+    merge the others, no program waits.
     """
     arrivals_ptr, counts_ptr, shared_ptr = together
     TASKS: gl.constexpr = (SLOT_ROWS + ROW_BLOCK - 1) // ROW_BLOCK
     pieces = gl.load(counts_ptr + 2)
+    first_task = gl.program_id(0)
+    step = gl.num_programs(0)
     if pieces > 0:
-        grid_barrier(arrivals_ptr, (1 if FEW else 2) * gl.num_programs(0))
-    for task in range(gl.program_id(0), pieces * (2 * TASKS if FEW else TASKS), gl.num_programs(0)):
+        if FEW:
+            first_task, step = meet(arrivals_ptr, gl.load(counts_ptr + 1))
+        else:
+            grid_barrier(arrivals_ptr, 2 * gl.num_programs(0))
+    for task in range(first_task, pieces * (2 * TASKS if FEW else TASKS), step):
         half = HALF
         if FEW:
             half = task % 2

@@ -41,6 +41,8 @@ def launch(call: MlaDecodeCall, plan: MlaDecodePlan | None, out: torch.Tensor, l
             fold(plan, call.num_seqs, out, lse)
             return
         kernel, lists, options = _kernel_of(plan, several, together)
+        if kernel is attend_few_runs:
+            descs = (*descs, _parts_of(plan))
         kernel[(plan.programs,)](
             *descs,
             out,
@@ -83,6 +85,12 @@ def _descriptors(q: torch.Tensor, pages: torch.Tensor, q_rows: int) -> tuple[Ten
     )
 
 
+def _parts_of(plan: MlaDecodePlan) -> TensorDescriptor:
+    """Returns that of parts: 256 columns, and a tile's rows, of which a part has the first."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+    return TensorDescriptor(plan.parts, list(plan.parts.shape), list(plan.parts.stride()), [1, TILE, 256], layout)
+
+
 def _kernel_of(
     plan: MlaDecodePlan, several: bool, together: bool
 ) -> tuple[Any, tuple[torch.Tensor, ...], dict[str, int]]:
@@ -90,11 +98,10 @@ def _kernel_of(
     options: dict[str, int] = {"maxnreg": ENTRY_REGISTERS} if plan.few else {"MULTI": several}
     if plan.by_load:
         options |= {"SLOT_ROWS": plan.slot_rows, "TOGETHER": together}
-        options |= {"launch_cooperative_grid": together}  # see grid_barrier
         runs = (plan.parts, plan.levels, plan.items, plan.firsts, plan.counts, plan.shared, plan.arrivals)
         if plan.few:
-            return attend_few_runs, runs, options | {"ROWS": plan.rows, "launch_pdl": together}
-        return attend_runs, runs, options
+            return attend_few_runs, (*runs, plan.stored), options | {"ROWS": plan.rows, "launch_pdl": together}
+        return attend_runs, runs, options | {"launch_cooperative_grid": together}  # see grid_barrier
     options |= {"LEAF": plan.tree.leaf}
     leaves = (plan.acc, plan.row_max, plan.row_sum, plan.sums, plan.items, plan.counts)
     if plan.few:
