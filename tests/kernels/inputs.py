@@ -5,6 +5,7 @@ Everything that no sequence holds is NaN: page 0, spare pages, the tail of a las
 behind (their table entries are page 0, the hole).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -14,6 +15,8 @@ from kernels.layout import KvLayout, PageShape, page_shape, page_tensor_shapes
 
 POISON = float("nan")
 SPARE_PAGES = 3
+# Of scores: the bases of weights move now and then, by whole numbers in each tile, to the largest score of each tile.
+RISES = [2.0, 20.0, 130.0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,7 @@ class CaseShape:
     window: int = 0
     shared_pages: int = 0
     device: str = "cpu"
+    rise: float = 0.0  # of a row's scores from 128 keys to the next 128, in powers of two
 
 
 def write_tokens(
@@ -105,6 +109,11 @@ def make_case(lengths: Sequence[tuple[int, int]], shape: CaseShape, seed: int = 
     rng = torch.Generator(shape.device).manual_seed(seed)
     totals = [cached + new for cached, new in lengths]
     keys, values = (_dense(totals, shape, rng) for _ in range(2))
+    q = _random((sum(new for _, new in lengths), shape.q_heads, shape.dim), shape.dtype, rng)
+    if shape.rise:
+        q[..., 0] = 1.0
+        for rows in keys:
+            rows[..., 0] = (torch.arange(len(rows)) * _level(shape)).to(rows)[:, None]
     tables = _block_tables(lengths, shape, seed)
     num_pages = 1 + sum(-(-total // shape.page_tokens) for total in totals) + SPARE_PAGES
     k_pages, v_pages = poisoned_pages(
@@ -120,7 +129,7 @@ def make_case(lengths: Sequence[tuple[int, int]], shape: CaseShape, seed: int = 
         lengths=tuple(lengths),
         layout=shape.layout,
         window=shape.window,
-        q=_random((sum(new for _, new in lengths), shape.q_heads, shape.dim), shape.dtype, rng),
+        q=q,
         keys=keys,
         values=values,
         k_pages=k_pages,
@@ -129,6 +138,11 @@ def make_case(lengths: Sequence[tuple[int, int]], shape: CaseShape, seed: int = 
         cu_seqlens_q=running_sums([new for _, new in lengths], shape.device),
         cu_seqlens_k=running_sums(totals, shape.device),
     )
+
+
+def _level(shape: CaseShape) -> float:
+    """Returns by how much a key's first element exceeds that of the key before, with queries whose first one is 1."""
+    return shape.rise / 128 * shape.dim**0.5 * math.log(2.0)
 
 
 def _dense(totals: Sequence[int], shape: CaseShape, rng: torch.Generator) -> tuple[torch.Tensor, ...]:

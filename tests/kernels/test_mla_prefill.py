@@ -1,5 +1,8 @@
 """mla_prefill: ragged keys, any offset between queries and keys, and a softmax that is carried on bit by bit."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,8 +11,8 @@ from kernels.backend import Backend
 from kernels.errors import KernelArgumentError
 from kernels.mla_prefill import BLOCK, AttentionState, MlaPrefillPlan, mla_prefill, mla_prefill_part
 from tests.kernels.compare import assert_attention, assert_lse, assert_output, assert_same_bits
-from tests.kernels.inputs import running_sums
-from tests.kernels.mla_inputs import NOPE, ROPE, LatentCase, attention_truth, make_latents, projected
+from tests.kernels.inputs import RISES, running_sums
+from tests.kernels.mla_inputs import NOPE, ROPE, SCALE, LatentCase, attention_truth, make_latents, projected
 from tests.kernels.target import Target
 
 BATCHES = [[(0, 17)], [(13, 1)], [(197, 70), (0, 5), (128, 128)], [(0, 1), (3, 2), (300, 9)]]
@@ -18,6 +21,18 @@ Keys = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def make(lengths: list[tuple[int, int]], target: Target, dtype: torch.dtype = torch.bfloat16) -> LatentCase:
     return make_latents(lengths, 2, dtype=dtype, device=target.device)
+
+
+def rising(case: LatentCase, rise: float) -> tuple[LatentCase, Keys]:
+    """Returns a case and its keys, whose scores rise by that many powers of two from tile to tile."""
+    k_nope, k_rope, v = projected(case)
+    if rise:
+        places = torch.cat([torch.arange(total) for total in case.totals])
+        k_rope[:, 0] = (places * rise / (BLOCK * SCALE * math.log2(math.e))).to(k_rope)
+        q = case.q.clone()
+        q[..., NOPE] = 1.0
+        case = replace(case, q=q)
+    return case, (k_nope, k_rope, v)
 
 
 def truth(case: LatentCase, keys: Keys, offsets: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,6 +56,12 @@ def test_causal_and_aligned_at_the_bottom_right(target: Target, lengths: list[tu
     for dtype in target.dtypes:
         case = make(lengths, target, dtype)
         assert_attention(run(case, projected(case), target), truth(case, projected(case), case.cached))
+
+
+@pytest.mark.parametrize("rise", RISES)
+def test_scores_that_rise_from_tile_to_tile(target: Target, rise: float) -> None:
+    case, keys = rising(make([(397, 70), (0, 300), (128, 3)], target), rise)
+    assert_attention(run(case, keys, target), truth(case, keys, case.cached))
 
 
 def test_sequences_without_a_query_among_others(target: Target) -> None:
@@ -95,10 +116,10 @@ def test_rows_behind_the_last_key_are_not_used(target: Target) -> None:
         assert_same_bits(part, wanted)
 
 
+@pytest.mark.parametrize("rise", [0.0, *RISES])
 @pytest.mark.parametrize("cut", [BLOCK, 2 * BLOCK])
-def test_a_softmax_carried_on_has_the_bits_of_one_pass(target: Target, cut: int) -> None:
-    case = make([(260, 60), (0, 130), (70, 3)], target)
-    keys = projected(case)
+def test_a_softmax_carried_on_has_the_bits_of_one_pass(target: Target, cut: int, rise: float) -> None:
+    case, keys = rising(make([(260, 60), (0, 130), (70, 3)], target), rise)
     whole = run(case, keys, target)
     state = AttentionState.empty(sum(case.new), case.heads, NOPE, target.device)
     starts = [sum(case.totals[:seq]) for seq in range(len(case.totals))]
@@ -122,11 +143,11 @@ def test_a_softmax_carried_on_has_the_bits_of_one_pass(target: Target, cut: int)
             assert_same_bits(part, wanted)
 
 
-def test_bits_do_not_depend_on_other_requests_or_cuts(target: Target) -> None:
+@pytest.mark.parametrize("rise", [0.0, *RISES])
+def test_bits_do_not_depend_on_other_requests_or_cuts(target: Target, rise: float) -> None:
     if target.backend is Backend.REFERENCE:
         pytest.skip("a CPU product's last bits depend on its shape")
-    case = make([(10, 5), (130, 77), (0, 20)], target)
-    keys = projected(case)
+    case, keys = rising(make([(10, 5), (130, 77), (0, 20)], target), rise)
     out, lse = run(case, keys, target)
     own = slice(15, 15 + 130 + 40)  # the second sequence's keys, as if only 40 of its queries were there
     part = with_lse(

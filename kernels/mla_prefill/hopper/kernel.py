@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.hopper.barriers import thread_barrier
 from kernels.hopper.registers import opaque, settled
+from kernels.hopper.softmax import declare_looks, first_weights, next_weights, row_sums, sums_in_two, thread_sums, weigh
 from kernels.hopper.stages import give_back
 from kernels.hopper.work_queue import take
 from kernels.mla_prefill.hopper.output import RUNS, places, store_output, store_state
@@ -26,20 +27,6 @@ from kernels.mla_prefill.hopper.producer import KEYS_READ, VALUES_READ, produce
 from kernels.softmax.triton import MASKED, NO_KEYS
 
 BLOCK = 128
-
-
-@gluon.jit
-def _raised(scores, row_max, scale_log2):
-    """Returns the rows' maxima with a tile's scores."""
-    return gl.maximum(row_max, gl.max(scores, 1) * scale_log2)
-
-
-@gluon.jit
-def _weigh(scores, row_max, row_sum, new_max, scale_log2):
-    """Returns (weights of a tile, the rows' sums, what their earlier sums shrink by)."""
-    weights = gl.exp2(scores * scale_log2 - new_max[:, None])
-    decay = gl.exp2(row_max - new_max)
-    return weights, row_sum * decay + gl.sum(weights, 1), decay
 
 
 @gluon.jit
@@ -78,7 +65,6 @@ def _consume(
     VALUES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=VALUES, k_width=2)
     SR: gl.constexpr = gl.SliceLayout(1, SCORES)
-    OR: gl.constexpr = gl.SliceLayout(1, VALUES)
     column = gl.arange(0, BLOCK, gl.SliceLayout(0, SCORES))
     zeros = gl.zeros([ROWS, BLOCK], gl.float32, SCORES)
     turn = 0
@@ -91,12 +77,12 @@ def _consume(
             stat_at, live, out_at, out_live = places(
                 q_start, q_len, head, tile * BLOCK + PART * ROWS, opaque(num_tokens), HEADS, ROWS, SR, VALUES
             )
-            row_max = gl.load(row_max_ptr + stat_at, mask=live, other=NO_KEYS)
+            base = gl.load(row_max_ptr + stat_at, mask=live, other=NO_KEYS)
             row_sum = gl.load(row_sum_ptr + stat_at, mask=live, other=0.0)
             acc = gl.load(acc_ptr + out_at, mask=out_live, other=0.0)
         else:
             # Above every masked score, so that the weight of one is 0 even in a row that has seen no key yet.
-            row_max = gl.full([ROWS], NO_KEYS, gl.float32, SR)
+            base = gl.full([ROWS], NO_KEYS, gl.float32, SR)
             row_sum = gl.full([ROWS], 0.0, gl.float32, SR)
             acc = gl.zeros([ROWS, 128], gl.float32, VALUES)
         # Tiles before this one have no key that a row does not see.
@@ -115,11 +101,14 @@ def _consume(
             give_back(KEYS_READ + s)
             if whole <= 0:
                 scores = gl.where(column[None, :] <= last_seen[:, None], scores, MASKED)
-            new_max = _raised(scores, row_max, scale_log2)
-            weights, row_sum, decay = _weigh(scores, row_max, row_sum, new_max, scale_log2)
-            row_max = new_max
-            acc = acc * gl.convert_layout(decay, OR)[:, None]
-            p = gl.convert_layout(weights.to(gl.bfloat16), P)
+            if RESUMES:
+                weights = weigh(scores, base, scale_log2)
+                sums = thread_sums(weights)
+                p, sums, base, row_sum, acc = next_weights(
+                    scores, weights, sums, base, row_sum, acc, scale_log2, gl.bfloat16
+                )
+            else:
+                p, sums, base = first_weights(scores, scale_log2, gl.bfloat16)
             for i in range(1, count):
                 # This tile's scores are on their way before the last tile's values, which the softmax then hides.
                 s = (step + i) % STAGES
@@ -130,25 +119,27 @@ def _consume(
                 )
                 part = warpgroup_mma(q_rope.index(PART), k_rope.index(s).permute((1, 0)), part, is_async=True)
                 mbarrier.wait(v_full.index(before), ((step + i - 1) // STAGES) & 1)
-                values = warpgroup_mma(p, v.index(before), acc, is_async=True)
+                values = warpgroup_mma(gl.convert_layout(p, P), v.index(before), acc, is_async=True)
+                row_sum += row_sums(sums, base)
                 scores = warpgroup_mma_wait(1, deps=[part])
                 give_back(KEYS_READ + s)
                 if i >= whole:
                     scores = gl.where((i * BLOCK + column)[None, :] <= last_seen[:, None], scores, MASKED)
-                # Maxima are found while the last tile's values are added.
-                new_max = settled(_raised(scores, row_max, scale_log2))
+                weights = weigh(scores, base, scale_log2)
+                early, rest = sums_in_two(weights)
+                early = settled(early)  # a quarter of the weights is made while the last tile's values are added
                 acc = warpgroup_mma_wait(0, deps=[values])
                 give_back(VALUES_READ + before)
-                weights, row_sum, decay = _weigh(scores, row_max, row_sum, new_max, scale_log2)
-                row_max = new_max
-                acc = acc * gl.convert_layout(decay, OR)[:, None]
-                p = gl.convert_layout(weights.to(gl.bfloat16), P)
+                p, sums, base, row_sum, acc = next_weights(
+                    scores, weights, early + rest, base, row_sum, acc, scale_log2, gl.bfloat16
+                )
             mbarrier.arrive(q_empty.index(PART), count=1)
             s = (step + count - 1) % STAGES
             mbarrier.wait(v_full.index(s), ((step + count - 1) // STAGES) & 1)
             if count * BLOCK > k_len:
                 _clear_tail(v.index(s), k_len - (count - 1) * BLOCK, BLOCK)
-            values = warpgroup_mma(p, v.index(s), acc, is_async=True)
+            values = warpgroup_mma(gl.convert_layout(p, P), v.index(s), acc, is_async=True)
+            row_sum += row_sums(sums, base)
             acc = warpgroup_mma_wait(0, deps=[values])
             give_back(VALUES_READ + s)
         step += count
@@ -172,9 +163,9 @@ def _consume(
             VALUES if SUSPENDS else RUNS,
         )
         if SUSPENDS:
-            store_state(acc_ptr, row_max_ptr, row_sum_ptr, where, row_max, row_sum, acc)
+            store_state(acc_ptr, row_max_ptr, row_sum_ptr, where, base, row_sum, acc)
         else:
-            store_output(out_ptr, lse_ptr, where, row_max, row_sum, acc, VALUES, WANTS_LSE)
+            store_output(out_ptr, lse_ptr, where, base, row_sum, acc, VALUES, WANTS_LSE)
 
 
 # What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
@@ -217,6 +208,7 @@ def attend_ragged(
     k_nope = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK, 128], TILE)
     k_rope = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK, 64], TILE)
     v = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK, 128], TILE)
+    declare_looks()
     queue = gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
