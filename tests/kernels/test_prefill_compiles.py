@@ -153,7 +153,7 @@ def test_the_kernel_of_few_rows_has_room_for_two_programs(name: str) -> None:
 
     constants = {**FEW, **FEWS[name]}
     types = {f"{pointer}_ptr": "*bf16" for pointer in ("q", "k", "v", "out", "weights")}
-    floats = ("lse", "sinks", "peaks", "decays", "sums", "tops", "acc", "row_sum")
+    floats = ("lse", "sinks", "peaks", "decays", "sums", "bases", "acc", "row_sum")
     types |= {f"{pointer}_ptr": "*fp32" for pointer in floats} | {"scale_log2": "fp32", "cap_log2": "fp32"}
     types |= {f"{pointer}_ptr": "*i32" for pointer in ("tables", "records", "extent", "counters")}
     aligned = ("stride_out", "k_page", "v_page")

@@ -13,7 +13,7 @@ from kernels.prefill_attention import PrefillPlan, prefill_attention
 from kernels.prefill_attention.call import PrefillCall
 from tests.device_waits import no_device_waits
 from tests.kernels.compare import assert_same_bits
-from tests.kernels.inputs import CaseShape, PagedCase, make_case, running_sums
+from tests.kernels.inputs import RISES, CaseShape, PagedCase, make_case, running_sums
 from tests.kernels.test_prefill_options import packed
 
 pytest.importorskip("triton")
@@ -110,11 +110,18 @@ def test_shapes(change: dict[str, Any]) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rise", RISES)
+def test_scores_that_rise_from_tile_to_tile(rise: float) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        check(make_case([(1500, 9), (0, 40)], replace(SHAPE, rise=rise, dtype=dtype)))
+
+
+@pytest.mark.gpu
 def test_options() -> None:
     case = make_case([(1500, 9), (0, 40)], SHAPE)
     check(case, sinks=True)
     check(case, sinks=True, softcap=2.0)
-    # Rows' maxima move more often.
+    # Scores are further apart.
     check(replace(case, q=case.q * 4))
 
 

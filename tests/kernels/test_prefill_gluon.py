@@ -13,7 +13,7 @@ from kernels.prefill_attention import PrefillPlan, prefill_attention
 from kernels.prefill_attention.hopper import reason_against_case
 from tests.kernels.compare import assert_attention, assert_lse, assert_output, assert_same_bits
 from tests.kernels.dense import dense_attention
-from tests.kernels.inputs import CaseShape, PagedCase, make_case, running_sums
+from tests.kernels.inputs import RISES, CaseShape, PagedCase, make_case, running_sums
 from tests.kernels.routes import prefill_route
 from tests.kernels.target import Target
 from tests.kernels.test_prefill_attention import RAGGED, cut
@@ -99,6 +99,12 @@ class TestAgainstDenseAttention:
                 run(case, GLUON, **options, **extra, scale=0.1 / size), dense_attention(case, scale=0.1 / size, **extra)
             )
 
+    @pytest.mark.parametrize("rise", RISES)
+    @pytest.mark.parametrize("window", [0, 200])
+    def test_scores_that_rise_from_tile_to_tile(self, window: int, rise: float) -> None:
+        for change in ({}, {"dtype": torch.float16}, {"dim": 256}):
+            check(make_case(LENGTHS, replace(SHAPE, window=window, rise=rise, **change)))
+
     def test_given_output_and_queries_inside_wider_rows(self) -> None:
         case = make_case([(16, 20), (0, 200)], SHAPE)
         wide = torch.full((220, 12, 128), float("nan"), dtype=case.q.dtype, device="cuda")
@@ -147,6 +153,15 @@ class TestInvariance:
         whole, _ = run(case, GLUON)
         for cuts in CUTS:
             assert_same_bits(cut(case, cuts, mate, GLUON), whole)
+
+    @pytest.mark.parametrize("rise", RISES)
+    def test_nor_where_scores_rise(self, rise: float) -> None:
+        for change in ({}, {"dtype": torch.float16}, {"dim": 256}):
+            shape = replace(SHAPE, rise=rise, **change)
+            case, mate = make_case([(0, 1500)], shape), make_case([(23, 340)], shape, seed=1)
+            whole, _ = run(case, GLUON)
+            for cuts in CUTS:
+                assert_same_bits(cut(case, cuts, mate, GLUON), whole)
 
     def test_neither_pages_nor_layout_nor_packing_change_a_bit(self) -> None:
         case = make_case([(300, 900)], SHAPE)

@@ -93,7 +93,9 @@ def part(case: PagedCase, chunks: list[tuple[int, int, int]]) -> PagedCase:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "change", [{}, {"dim": 64, "q_heads": 16}, {"dim": 96, "page_tokens": 8}, {"dim": 256}], ids=str
+    "change",
+    [{}, {"dim": 64, "q_heads": 16}, {"dim": 96, "page_tokens": 8}, {"dim": 256}, {"rise": 2.0}, {"rise": 20.0}],
+    ids=str,
 )
 def test_whole_and_split_tiles_are_right_and_have_the_same_bits(change: dict[str, Any]) -> None:
     case = make_case(LENGTHS, replace(SHAPE, **change))

@@ -14,6 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kernels.hopper.barriers import make_barriers
+from kernels.hopper.softmax import declare_looks
 from kernels.prefill_attention.hopper.consumer import consume
 from kernels.prefill_attention.hopper.producer import produce, widen
 
@@ -69,6 +70,7 @@ def attend_tiles(
         k_in_empty = make_barriers(STAGES, 1)
         v_in_full = make_barriers(STAGES, 1)
         v_in_empty = make_barriers(STAGES, 1)
+    declare_looks()
     # One expression: what passes through a variable loses its compile-time constants.
     gl.warp_specialize(
         [

@@ -9,13 +9,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from kernels.hopper.barriers import thread_barrier
+from kernels.hopper.softmax import first_weights, row_sums
 from kernels.hopper.work_queue import read_number
 from kernels.prefill_attention.hopper.output import write_rows
 from kernels.prefill_attention.hopper.segment_keys import attend_keys, begin_segment
 from kernels.prefill_attention.hopper.segment_pieces import piece_keys, read_piece
 from kernels.prefill_attention.hopper.segment_states import add_to, hand_over, own_program
-from kernels.prefill_attention.hopper.weights import capped, clear_hidden_values, narrow, visible, weigh, zero
-from kernels.softmax.triton import NO_KEYS
+from kernels.prefill_attention.hopper.weights import capped, clear_hidden_values, narrow, visible, zero
 
 
 @gluon.jit
@@ -67,28 +67,26 @@ def _attend_piece(
         # behind the last tile's stores, where barriers overtake them and the copy engine would, too.
         mbarrier.arrive(q_empty.index(0), count=1)
     scores = visible(capped(scores, cap, CAP, NARROWS), start, *hidden, 0, BN, SL)
-    none = gl.full([ROWS], NO_KEYS, gl.float32, RS)
-    row_max, base, weights, _decay = weigh(scores, none, gl.zeros([ROWS], gl.float32, RS), scale, NARROWS)
-    row_sum = gl.sum(weights, 1)
-    p = gl.convert_layout(weights.to(DTYPE), PL)
+    p, sums, base = first_weights(scores, scale, DTYPE, NARROWS)
+    row_sum = row_sums(sums, base)
     acc = gl.zeros([ROWS, D], gl.float32, OL)
     if SEGMENT == 0:
-        p, row_max, base, row_sum, acc, step = attend_keys(
-            q, p, row_max, base, row_sum, acc, start + 1, stop, step, scale, cap, hidden, stages, zeros,
-            CAP, NARROWS, BN, STAGES, SL, PL, RO,
+        p, base, row_sum, acc, step = attend_keys(
+            q, p, base, row_sum, acc, start + 1, stop, step, scale, cap, hidden, stages, zeros,
+            CAP, NARROWS, BN, STAGES, SL,
         )  # fmt: skip
     else:
         PER_SEGMENT: gl.constexpr = SEGMENT // BN
         for part in range(start // PER_SEGMENT, (stop + PER_SEGMENT - 1) // PER_SEGMENT):
             end = gl.minimum((part + 1) * PER_SEGMENT, stop)
-            p, row_max, base, row_sum, acc, step = attend_keys(
-                q, p, row_max, base, row_sum, acc, gl.maximum(part * PER_SEGMENT, start) + 1, end, step,
-                scale, cap, hidden, stages, zeros, CAP, NARROWS, BN, STAGES, SL, PL, RO,
+            p, base, row_sum, acc, step = attend_keys(
+                q, p, base, row_sum, acc, gl.maximum(part * PER_SEGMENT, start) + 1, end, step,
+                scale, cap, hidden, stages, zeros, CAP, NARROWS, BN, STAGES, SL,
             )  # fmt: skip
             if end < stop:
-                p, row_max, base, row_sum, acc, step = begin_segment(
+                p, base, row_sum, acc, step = begin_segment(
                     q, p, base, row_sum, acc, end, step, scale, cap, hidden, stages, zeros, states,
-                    part > start // PER_SEGMENT, PART, CAP, NARROWS, BN, STAGES, D, SL, OL, PL, RS, RO,
+                    part > start // PER_SEGMENT, PART, CAP, NARROWS, BN, STAGES, D, SL, OL, RS, RO,
                 )  # fmt: skip
     if not Q_REGISTERS:
         mbarrier.arrive(q_empty.index(0), count=1)
@@ -96,7 +94,7 @@ def _attend_piece(
     phase = (step // STAGES) & 1
     mbarrier.wait(v_full.index(before), phase)
     clear_hidden_values(vs.index(before), v_full.index(before), phase, stop - 1, 0, kv_len, BN, D)
-    acc = warpgroup_mma(p, vs.index(before), acc, is_async=True)
+    acc = warpgroup_mma(gl.convert_layout(p, PL), vs.index(before), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(v_empty.index(before), count=1)
     # Numbers of the tile are read again: the loop has no registers for them.

@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kernels.hopper.barriers import make_barriers
+from kernels.hopper.softmax import declare_looks
 from kernels.prefill_attention.hopper.segment_consumer import consume
 from kernels.prefill_attention.hopper.segment_producer import produce, widen
 
@@ -67,6 +68,7 @@ def attend_pieces(
         v_in_full = make_barriers(STAGES, 1)
         v_in_empty = make_barriers(STAGES, 1)
     # One expression: what passes through a variable loses its compile-time constants.
+    declare_looks()
     gl.warp_specialize(
         [
             (consume, (

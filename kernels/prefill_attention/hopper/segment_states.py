@@ -1,7 +1,7 @@
 """Softmax states of a segment's keys: where they wait in memory, and how two become one.
 
-A state is (base, sum, acc) of 64 rows: the largest scaled score in log2 units, the sum of 2^(score - base), the values
-weighted so. A row that saw no key of a segment has the base NO_KEYS * scale and zeros: adding it changes nothing.
+A state is (base, sum, acc) of 64 rows: what scaled scores are relative to, in log2 units (`kernels.hopper.softmax`), the
+sum of 2^(score - base), the values weighted so. A row that saw no key of a segment has the base NO_KEYS * scale and zeros: adding it changes nothing.
 
     slot    of memory, one state: two of each program, for the totals of a tile that is computed whole, then two of each
             unit, one for each consumer
@@ -25,12 +25,6 @@ def own_program():
 def num_programs():
     """Returns the number of programs of the launch, read where it is used."""
     return gl.inline_asm_elementwise("mov.u32 $0, %nctaid.x;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def packed(p):
-    """Returns the 16-bit weights, held in pairs: registers do not suffice for fp32 weights beside two states."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [p], dtype=p.dtype, is_pure=False, pack=2)
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""What a consumer makes of a tile's scores: what is hidden is masked, the rest becomes weights by online softmax.
+"""What a consumer makes of a tile's scores before online softmax: they are capped, and what is hidden is masked.
 
 Also what it needs before its products: values of hidden rows cleared, queries narrowed to fp16 beside fp8 pages.
 """
@@ -37,19 +37,6 @@ def visible(scores, tile, position, nfull, last_low, WINDOW: gl.constexpr, BN: g
             key = (tile * BN + gl.arange(0, BN, gl.SliceLayout(0, SL)))[None, :]
             scores = gl.where(key <= position[:, None], scores, MASKED)
     return scores
-
-
-@gluon.jit
-def weigh(scores, row_max, base, scale, ROWWISE: gl.constexpr):
-    """(row_max, base, weights, decay): the largest score so far, that score scaled, factor of older sums.
-
-    The scale is folded into exp2. Bases are kept, not computed again from maxima: where the maximum stays, decay is 1.
-    """
-    new_max = gl.maximum(row_max, gl.max(scores, 1))
-    new_base = new_max * scale
-    factor = gl.zeros_like(scores) + (gl.expand_dims(scale, 1) if ROWWISE else scale)
-    weights = gl.exp2(gl.fma(scores, factor, gl.expand_dims(-new_base, 1) + gl.zeros_like(scores)))
-    return new_max, new_base, weights, gl.exp2(base - new_base)
 
 
 @gluon.jit

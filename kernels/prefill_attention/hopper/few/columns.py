@@ -23,7 +23,7 @@ def column_work(work, tiles, HEADS: gl.constexpr, SLABS: gl.constexpr, ROWS: gl.
 @gluon.jit
 def add_round(
     sources, scratch, states, ready, results, buffers, adder, adders, tiles, halves, begin, width, turn,
-    scale_log2, HEADS: gl.constexpr, GQA_GROUP: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, HND: gl.constexpr,
+    HEADS: gl.constexpr, GQA_GROUP: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, HND: gl.constexpr,
     ROWS: gl.constexpr, STAGES: gl.constexpr, WANTS_LSE: gl.constexpr, HAS_SINKS: gl.constexpr,
 ):  # fmt: skip
     """Adds up the values of a round; rows that see no key behind it are written, the sums of others are kept."""
@@ -31,7 +31,7 @@ def add_round(
     HEAD: gl.constexpr = gl.SliceLayout(0, VALUES)
     SLABS: gl.constexpr = D // 64
     _, _, v_pages, tables_ptr, stride_tables_seq, records_ptr = sources
-    tops_ptr, acc_ptr, row_sum_ptr = states
+    bases_ptr, acc_ptr, row_sum_ptr = states
     row = gl.arange(0, ROWS, HEAD)
     for work in range(adder, HEADS * tiles * halves * (SLABS * 64 // ROWS), adders):
         head, number, half, inside, column, rows = column_work(work, tiles, HEADS, SLABS, ROWS)
@@ -53,9 +53,9 @@ def add_round(
                     HEADS, D, PAGE, HND, ROWS, STAGES, VALUES,
                 )  # fmt: skip
             if end == stop:
-                top = gl.load(tops_ptr + rows * 128 + turn % 2 * 64 + inside + row, cache_modifier=".cg")
+                base = gl.load(bases_ptr + rows * 128 + turn % 2 * 64 + inside + row, cache_modifier=".cg")
                 write_columns(
-                    results, head, first, token, q_len, top * scale_log2, row_sum, acc, inside, column,
+                    results, head, first, token, q_len, base, row_sum, acc, inside, column,
                     GQA_GROUP, ROWS, WANTS_LSE, HAS_SINKS, VALUES,
                 )  # fmt: skip
             else:

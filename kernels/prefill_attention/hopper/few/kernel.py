@@ -3,6 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kernels.hopper.softmax import declare_looks
 from kernels.prefill_attention.hopper.few.columns import add_round
 from kernels.prefill_attention.hopper.few.counters import await_count, signal
 from kernels.prefill_attention.hopper.few.scores import score_round
@@ -15,7 +16,7 @@ from kernels.prefill_attention.hopper.few.weights import weigh_round
 @gluon.jit(do_not_specialize=["num_tokens", "stride_tables_seq", "q_token", "q_group", "q_head", "slots"])
 def attend_few(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, tables_ptr, records_ptr, extent_ptr, peaks_ptr, decays_ptr,
-    sums_ptr, weights_ptr, tops_ptr, acc_ptr, row_sum_ptr, counters_ptr, scale_log2, cap_log2, num_tokens,
+    sums_ptr, weights_ptr, bases_ptr, acc_ptr, row_sum_ptr, counters_ptr, scale_log2, cap_log2, num_tokens,
     stride_tables_seq, q_token, q_group, q_head, stride_out_token, stride_out_head, k_page_rows, v_page_rows, slots,
     HEADS: gl.constexpr, GQA_GROUP: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, HND: gl.constexpr,
     CAP: gl.constexpr, WANTS_LSE: gl.constexpr, HAS_SINKS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
@@ -23,6 +24,7 @@ def attend_few(
     """Writes the results of a plan's tiles, up to MOST_ROW_TILES of 64 rows; see `measure` for extent int32 [3]."""
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     programs = gl.num_programs(0)
+    declare_looks()
     # Which works there are is known one wait for memory later; their records are close by then.
     prefetch_records(records_ptr)
     tiles, halves, most = gl.load(extent_ptr), gl.load(extent_ptr + 1), gl.load(extent_ptr + 2)
@@ -46,12 +48,12 @@ def attend_few(
             own = (peaks_ptr + odd, decays_ptr + odd, sums_ptr + odd, weights_ptr + odd * KEYS)
             if scorer >= 0:
                 score_and_weigh(
-                    sources, own, tops_ptr, counters_ptr, rounds, scorer, turn, scale_log2, cap_log2,
+                    sources, own, bases_ptr, counters_ptr, rounds, scorer, turn, scale_log2, cap_log2,
                     HEADS, GQA_GROUP, D, PAGE, HND, CAP, DTYPE,
                 )  # fmt: skip
             if gl.program_id(0) < adders:
                 add(
-                    sources, own, (tops_ptr, acc_ptr, row_sum_ptr), results, counters_ptr, rounds, turn, scale_log2,
+                    sources, own, (bases_ptr, acc_ptr, row_sum_ptr), results, counters_ptr, rounds, turn,
                     HEADS, GQA_GROUP, D, PAGE, HND, ROWS, STAGES, WANTS_LSE, HAS_SINKS, DTYPE,
                 )  # fmt: skip
         # The last one sets all to 0 for the next launch.
@@ -62,7 +64,7 @@ def attend_few(
 
 @gluon.jit
 def add(
-    sources, own, states, results, counters_ptr, rounds, turn, scale_log2,
+    sources, own, states, results, counters_ptr, rounds, turn,
     HEADS: gl.constexpr, GQA_GROUP: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, HND: gl.constexpr,
     ROWS: gl.constexpr, STAGES: gl.constexpr, WANTS_LSE: gl.constexpr, HAS_SINKS: gl.constexpr,
     DTYPE: gl.constexpr,
@@ -81,7 +83,7 @@ def add(
     ready = (counters_ptr + 1, (turn + 1) * scorers)
     add_round(
         sources, own, states, ready, results, buffers, gl.program_id(0), adders, tiles, halves, turn * width, width,
-        turn, scale_log2, HEADS, GQA_GROUP, D, PAGE, HND, ROWS, STAGES, WANTS_LSE, HAS_SINKS,
+        turn, HEADS, GQA_GROUP, D, PAGE, HND, ROWS, STAGES, WANTS_LSE, HAS_SINKS,
     )  # fmt: skip
     # Also by adders without works: what is counted for a half is of one round alone.
     await_count(ready[0], ready[1])
@@ -90,7 +92,7 @@ def add(
 
 @gluon.jit
 def score_and_weigh(
-    sources, own, tops_ptr, counters_ptr, rounds, scorer, turn, scale_log2, cap_log2,
+    sources, own, bases_ptr, counters_ptr, rounds, scorer, turn, scale_log2, cap_log2,
     HEADS: gl.constexpr, GQA_GROUP: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, HND: gl.constexpr,
     CAP: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
@@ -111,7 +113,7 @@ def score_and_weigh(
     if turn > 1:
         await_count(counters_ptr + 2 + turn % 2, turn // 2 * adders)
     weigh_round(
-        sources, own, tops_ptr, buffers, last, scores, scorers, tiles, turn * width, width, turn, scale_log2, cap_log2,
+        sources, own, bases_ptr, buffers, last, scores, scorers, tiles, turn * width, width, turn, scale_log2, cap_log2,
         HEADS, GQA_GROUP, D, PAGE, HND, CAP, SL,
     )  # fmt: skip
     signal(counters_ptr + 1)

@@ -76,7 +76,7 @@ def add_values(
             copy_rows(values.index(ahead % STAGES), from_ptr, rows_of.index(ahead).load(KEY), WIDTH, 64)
             copy_shares(shares.index(ahead % STAGES), weights + ahead * (64 * KEYS), ROWS)
         async_copy.commit_group()
-        row_sum = gl.fma(row_sum, decay, parts_of.index(i).load(HEAD))
+        row_sum = row_sum * decay + parts_of.index(i).load(HEAD)
         decay = decays_of.index(gl.minimum(i + 1, places - 1)).load(HEAD)
         acc = warpgroup_mma_wait(0, deps=[added])
     async_copy.wait_group(0)
