@@ -2,7 +2,8 @@
 
 import torch
 
-# An output is a convex combination of values of about 1: half-precision weights and one final rounding.
+# An output is a convex combination of values of about 1, at most 4: half-precision weights and one final rounding. Each
+# is half a unit in the last place, which is larger for values beyond that.
 OUT_TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 # Of a row's own size: the longer the context, the smaller its rows, and an answer of zeros is always off by 1.
 ROW_TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -12,9 +13,9 @@ LSE_TOLERANCE = 1e-3
 def assert_output(got: torch.Tensor, wanted: torch.Tensor) -> None:
     """Every element is finite and near the fp64 truth, and every row is for its size."""
     assert torch.isfinite(got).all()
-    worst = (got.double() - wanted.double()).abs().max().item() if got.numel() else 0.0
-    assert worst <= OUT_TOLERANCE[got.dtype], f"largest error {worst}"
     if got.numel():
+        worst = ((got.double() - wanted.double()).abs() / (wanted.double().abs() / 4).clamp_min(1.0)).max().item()
+        assert worst <= OUT_TOLERANCE[got.dtype], f"largest error {worst}"
         error, size = (got.double() - wanted.double()).norm(dim=-1), wanted.double().norm(dim=-1)
         worst = (error / size.clamp_min(1e-12)).max().item()
         assert worst <= ROW_TOLERANCE[got.dtype], f"largest error of a row {worst} of its size"
