@@ -12,7 +12,7 @@ A base moves by a whole number, so that weights need not be made again: powers o
 beyond the score, so that scores that go on rising do not move it again at once. Only a score that lies FAR above a base
 becomes the base itself. Weights of fp16 have no such room: there every score that moves a base becomes it.
 
-The loop of mla_prefill has 340 instructions for a key tile so, of which 65 are those of products, in place of 490.
+The loop of mla_prefill has 340 instructions for a key tile so, in place of 490 (ADR 36).
 """
 
 from triton.experimental import gluon

@@ -1,7 +1,8 @@
 """Softmax states of a segment's keys: where they wait in memory, and how two become one.
 
-A state is (base, sum, acc) of 64 rows: what scaled scores are relative to, in log2 units (`kernels.hopper.softmax`), the
-sum of 2^(score - base), the values weighted so. A row that saw no key of a segment has the base NO_KEYS * scale and zeros: adding it changes nothing.
+A state is (base, sum, acc) of 64 rows: what scaled scores are relative to (`kernels.hopper.softmax`), the sum of
+2^(score - base), the values weighted so. A row that saw no key of a segment has the base NO_KEYS * scale and zeros:
+adding it changes nothing.
 
     slot    of memory, one state: two of each program, for the totals of a tile that is computed whole, then two of each
             unit, one for each consumer
