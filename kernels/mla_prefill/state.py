@@ -11,7 +11,10 @@ __all__ = ["AttentionState"]
 
 
 class AttentionState(NamedTuple):
-    """fp32 acc [num_tokens, heads, value]; row_max (of scaled scores, base 2) and row_sum [heads, num_tokens]."""
+    """fp32 acc [num_tokens, heads, value]; row_max and row_sum [heads, num_tokens].
+
+    row_max is what weights are relative to, in log2 units: the largest scaled score, on Hopper one not far from it.
+    """
 
     acc: torch.Tensor
     row_max: torch.Tensor

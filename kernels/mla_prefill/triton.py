@@ -1,7 +1,7 @@
 """mla_prefill in Triton: one program for one tile of a sequence's queries and one head.
 
-The same as the kernel for Hopper: the same tiles of keys in the same order, the same state before and after, so that
-what a CPU's interpreter shows holds for both.
+As in the kernel for Hopper tiles of keys come in the same order, with the same kind of state before and after, so that
+what a CPU's interpreter shows of cuts and masks holds for both.
 """
 
 import torch
