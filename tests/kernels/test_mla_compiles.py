@@ -86,10 +86,14 @@ def test_prefill(resumes: bool, suspends: bool) -> None:
     boxes = {"q_nope_desc": [64, 128], "q_rope_desc": [64, 64], "k_rope_desc": [128, 64]}
     boxes |= {"k_nope_desc": [128, 128], "v_desc": [128, 128]}
     constants = {**PREFILL, "RESUMES": resumes, "SUSPENDS": suspends}
-    got = compile_gluon(attend_ragged, constants, kinds(attend_ragged.arg_names, boxes))
+    # As it is launched.
+    types = kinds(attend_ragged.arg_names, boxes)
+    got = compile_gluon(attend_ragged, constants, types, enable_fp_fusion=False)
     assert "wgmma.mma_async" in got.ptx and not got.serialised
     assert got.shared_bytes <= SHARED_BYTES
     assert not got.spills
+    # Of both consumers: whether a warp looks for maxima, whether a base moves, and whether by far.
+    assert got.ptx.count("vote.sync.all.pred") == (12 if resumes else 6)
 
 
 @pytest.mark.parametrize("name", usual(DECODES, "many heads", "few heads", "no sums"))

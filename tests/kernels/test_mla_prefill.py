@@ -163,6 +163,18 @@ def test_bits_do_not_depend_on_other_requests_or_cuts(target: Target, rise: floa
     assert_same_bits(part[1], lse[:, 5:45])
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -3e38])
+def test_a_query_out_of_range_changes_no_other_row(target: Target, value: float) -> None:
+    case = make([(260, 70), (0, 5)], target)
+    keys = projected(case)
+    whole = run(case, keys, target)
+    case.q[33] = value
+    got = run(case, keys, target)
+    others = [row for row in range(75) if row != 33]
+    assert_same_bits(got[0][others], whole[0][others])
+    assert_same_bits(got[1][:, others], whole[1][:, others])
+
+
 def test_an_empty_batch_gives_an_empty_answer(target: Target) -> None:
     case = make([(5, 1)], target)
     q = case.q.new_empty((0, 2, NOPE + ROPE))
