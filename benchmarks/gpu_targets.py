@@ -14,7 +14,12 @@ TARGETS: dict[str, dict[str, float]] = {
         "B256 L4096": 4470,
     },
     "mla_prefill": {"4 x (4096 + 512)": 520, "4 x (0 + 4096)": 540},
-    "mla_decode": {"128 heads B64 L8192": 450, "16 heads B64 L8192": 3900},
+    "mla_decode": {
+        "128 heads B64 L8192": 450,
+        "16 heads B64 L8192": 3900,
+        "16 heads B64 L8192, by load, 16 layers": 4200,
+        "128 heads B64 L8192, by load, 16 layers": 580,
+    },
     # 60 % of the GEMM ceiling.
     "index_logits": {"1 x (0 + 2048)": 470, "1 x (63488 + 2048)": 470, "B64 L65536": 470},
     "project_latents": {"16384 latents, 128 heads": 600},
