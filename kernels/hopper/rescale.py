@@ -3,7 +3,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-PACK = gl.constexpr(32)
+# Sums of a thread that one piece of PTX multiplies.
+PACK = 32
 
 
 def _source(pack: int) -> str:
@@ -16,8 +17,9 @@ def _source(pack: int) -> str:
     )
 
 
-SOURCE = gl.constexpr(_source(32))
-CONSTRAINTS = gl.constexpr(",".join(["=f"] * 32 + [str(i) for i in range(32)] + ["f"] * 32))
+SOURCE = gl.constexpr(_source(PACK))
+CONSTRAINTS = gl.constexpr(",".join(["=f"] * PACK + [str(i) for i in range(PACK)] + ["f"] * PACK))
+SUMS = gl.constexpr(PACK)
 
 
 @gluon.jit
@@ -25,5 +27,5 @@ def rescaled(acc, decay):
     """Returns accumulators [rows, columns] times decay [rows]; a warp all of whose factors are 1 multiplies nothing."""
     factors = gl.zeros_like(acc) + decay[:, None]
     return gl.inline_asm_elementwise(
-        SOURCE, CONSTRAINTS, [acc, factors], dtype=gl.float32, is_pure=True, pack=PACK
+        SOURCE, CONSTRAINTS, [acc, factors], dtype=gl.float32, is_pure=True, pack=SUMS
     )  # fmt: skip
