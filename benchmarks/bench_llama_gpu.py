@@ -26,6 +26,7 @@ from benchmarks.paged_model import PagedModel
 from benchmarks.report import rounded, save
 from benchmarks.serving.checkpoint import LLAMA_8B
 from kernels.fp8 import E4M3
+from kernels.graph_capture import graph_capture
 from kernels.rotate_append_kv import RotatedQueries
 from worker_service.config import KV_DTYPES
 from worker_service.core.batch import Batch
@@ -84,7 +85,7 @@ class Bench:
         graph = torch.cuda.CUDAGraph()
         with torch.inference_mode():
             work()
-            with torch.cuda.graph(graph):
+            with graph_capture(graph):
                 work()
         return between_events_us(graph.replay, times)
 

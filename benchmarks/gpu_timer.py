@@ -16,6 +16,7 @@ import torch
 
 from benchmarks.gpu_reader import readers
 from benchmarks.measurement import Work
+from kernels.graph_capture import graph_capture
 
 T = TypeVar("T")
 
@@ -81,7 +82,7 @@ def _captured(work: Work) -> torch.cuda.CUDAGraph:
     torch.cuda.synchronize()
     _give_back()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with graph_capture(graph):
         work()
     graph.replay()
     return graph

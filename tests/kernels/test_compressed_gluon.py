@@ -13,6 +13,7 @@ from kernels.compressed_attention import compressed_attention
 from kernels.compressed_attention.call import CompressedCall, EntryPages
 from kernels.compressed_attention.hopper import reason_against_case
 from kernels.errors import KernelArgumentError
+from kernels.graph_capture import graph_capture
 from kernels.key_rows import KeyRows
 from tests.device_waits import no_device_waits
 from tests.kernels.compare import assert_output, assert_same_bits
@@ -134,7 +135,7 @@ class TestOnHopper:
             blank.run(Backend.GLUON)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with graph_capture(graph):
             got = blank.run(Backend.GLUON)
         graph.replay()
         assert not got.any()

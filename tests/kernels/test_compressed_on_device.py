@@ -16,6 +16,7 @@ import torch
 
 from kernels.backend import Backend
 from kernels.compress_tokens import compress_tokens
+from kernels.graph_capture import graph_capture
 from kernels.key_rows import KeyRows
 from kernels.mix_streams import collapse_streams, expand_streams, join_streams
 from kernels.rotate_append_tail import rotate_append_tail
@@ -103,7 +104,7 @@ def test_a_captured_graph_replays_other_rows(kind: str, heads: int) -> None:
         part.fill_(0)
     static.run(Backend.AUTO)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with graph_capture(graph):
         out = static.run(Backend.AUTO)
     for static_part, part in zip(rows, case.rows, strict=True):
         static_part.copy_(part)
@@ -145,7 +146,7 @@ def test_the_ops_around_it_wait_for_nothing_and_replay() -> None:
     with no_device_waits():
         call()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with graph_capture(graph):
         got = call()
     graph.replay()
     for one, other in zip(got, wanted, strict=True):

@@ -15,6 +15,7 @@ from kernels.backend import Backend
 from kernels.decode_attention import DecodePlan, decode_attention, plan_buffers, splits_triton
 from kernels.errors import KernelArgumentError
 from kernels.fp8 import E4M3
+from kernels.graph_capture import graph_capture
 from kernels.layout import KvLayout
 from tests.kernels.compare import assert_attention, assert_lse, assert_output, assert_same_bits
 from tests.kernels.dense import dense_attention
@@ -322,7 +323,7 @@ class Captured:
         self.step()
         torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with graph_capture(self.graph):
             self.out = self.step()
 
     def step(self) -> list[torch.Tensor]:

@@ -10,6 +10,7 @@ import torch
 from kernels.attention import with_lse
 from kernels.backend import Backend
 from kernels.decode_attention import DecodePlan, decode_attention, plan_buffers
+from kernels.graph_capture import graph_capture
 from tests.kernels.compare import assert_same_bits
 from tests.kernels.inputs import CaseShape, PagedCase, make_case
 
@@ -158,6 +159,6 @@ def captured(
     step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with graph_capture(graph):
         outs = step()
     return graph, outs

@@ -9,6 +9,7 @@ import torch
 
 from kernels.backend import Backend, is_hopper
 from kernels.errors import KernelArgumentError
+from kernels.graph_capture import graph_capture
 from kernels.grouped_linear import (
     TILE_ROWS,
     Mxfp4Experts,
@@ -109,7 +110,7 @@ class TestOnHopper:
 
         product()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with graph_capture(graph):
             out = product()
         for expert in (0, 7):
             ids[:, 0], ids[:, 1] = expert, 3

@@ -6,6 +6,7 @@ import torch
 from kernels.backend import Backend
 from kernels.errors import KernelArgumentError
 from kernels.gated_activation import silu_mul
+from kernels.graph_capture import graph_capture
 from kernels.linear import Route, linear
 from kernels.linear.hopper import COLUMNS, LEAST_OUTPUTS, RING_BYTES, WIDE_OUTPUTS, columns_for, tiles_for
 from kernels.rms_norm import rms_norm
@@ -89,7 +90,7 @@ class TestOnAGpu:
         given = inputs[0].clone()
         chain(given)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with graph_capture(graph):
             out = chain(given)
         for _ in range(20):
             for x, wanted in zip(inputs, one_by_one, strict=True):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kernels.backend import Backend
+from kernels.graph_capture import graph_capture
 from kernels.linear import Route, linear
 from tests.kernels.compare import assert_same_bits
 from tests.kernels.conftest import rarely_interpreted
@@ -106,7 +107,7 @@ def test_routers_of_real_size(outputs: int, depth: int) -> None:
     given = x[:16].clone()
     linear(given, weight, route=Route.TILED)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with graph_capture(graph):
         out = linear(given, weight, route=Route.TILED)
     given.copy_(x[500:516])
     graph.replay()

@@ -6,6 +6,7 @@ import torch
 from kernels.attention import with_lse
 from kernels.backend import Backend
 from kernels.errors import KernelArgumentError
+from kernels.graph_capture import graph_capture
 from kernels.mla_decode import MlaDecodePlan, mla_decode
 from kernels.mla_decode import plan as plan_module
 from kernels.mla_decode.tree_sizes import tree_of
@@ -207,7 +208,7 @@ def test_scores_of_a_launch_of_their_own_follow_a_captured_plan() -> None:
     step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with graph_capture(graph):
         for _ in range(4):
             step()
     for shorter in (8 * LEAF, 5 * LEAF + 7, LEAF + 1, 70, 1, 0):
@@ -257,7 +258,7 @@ def test_a_captured_plan_and_attention_follow_the_lengths() -> None:
     step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with graph_capture(graph):
         step()
     for shorter in ([3 * LEAF + 1, 65], [LEAF, 0], [17, 64]):
         lengths.copy_(torch.tensor(shorter))

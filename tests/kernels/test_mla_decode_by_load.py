@@ -6,6 +6,7 @@ import torch
 from kernels.attention import with_lse
 from kernels.backend import Backend
 from kernels.errors import KernelArgumentError
+from kernels.graph_capture import graph_capture
 from kernels.mla_decode import MlaDecodePlan, mla_decode
 from kernels.mla_decode import plan as mla_plan
 from tests.kernels.compare import assert_lse, assert_output, assert_same_bits
@@ -144,7 +145,7 @@ def test_launches_of_a_graph_wait_for_each_other(cuda: str, heads: int, lengths:
     step(wait=True)
     wanted = [out.clone() for out in outs]
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with graph_capture(graph):
         step(wait=False)
     for _ in range(50):
         for out in outs:
@@ -198,7 +199,7 @@ def test_a_captured_plan_follows_the_lengths(cuda: str, monkeypatch: pytest.Monk
     step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with graph_capture(graph):
         step()
     for shorter in ([3072, 64, 1000], [65, 0, 1], [2048, 63, 0], [64, 1, 0]):
         lengths.copy_(torch.tensor(shorter))

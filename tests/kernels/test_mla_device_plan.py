@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kernels.errors import KernelArgumentError
+from kernels.graph_capture import graph_capture
 from kernels.linear import Route
 from kernels.mla import MlaPath, mla_extend, plan_extend, plan_on_device, workspace_bytes
 from kernels.mla.plan import CHUNK_TOKENS
@@ -89,7 +90,7 @@ def test_a_captured_extend_follows_the_lengths(heads: int) -> None:
     step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with graph_capture(graph):
         step()
     for case in cases:
         count = case.q.shape[0]

@@ -19,6 +19,7 @@ from kernels.gated_delta_scan import gated_delta_scan
 from kernels.gates import delta_gates, gated_rms_norm, times_sigmoid
 from kernels.gather_latent import gather_latent
 from kernels.gather_pages import gather_pages, scatter_pages
+from kernels.graph_capture import graph_capture
 from kernels.grouped_linear import grouped_linear, plan_experts
 from kernels.mamba2_scan import Mamba2Steps, mamba2_scan
 from kernels.merge_attention_states import merge_attention_states
@@ -178,7 +179,7 @@ def test_every_op_replays_from_a_graph(case: PagedCase) -> None:
         wanted = wanted.clone()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with graph_capture(graph):
             got = run()
         assert isinstance(got, torch.Tensor)
         graph.replay()

@@ -8,6 +8,7 @@ import torch
 from kernels.attention import PagedArguments, check_attention
 from kernels.backend import Backend, is_hopper
 from kernels.errors import KernelArgumentError
+from kernels.graph_capture import graph_capture
 from kernels.layout import KvLayout
 from kernels.prefill_attention import PrefillPlan, prefill_attention
 from kernels.prefill_attention.hopper import reason_against_case
@@ -226,7 +227,7 @@ def test_a_captured_step_replays_with_other_lengths() -> None:
     step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with graph_capture(graph):
         layers = step()
     for case, offset, right in ((second, first.k_pages.shape[0], wanted[1]), (first, 0, wanted[0])):
         load(case, offset)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kernels.backend import Backend, is_hopper
+from kernels.graph_capture import graph_capture
 from kernels.prefill_attention import PrefillPlan, prefill_attention
 from kernels.prefill_attention.units import SPLIT_TILES
 from tests.kernels.compare import assert_lse, assert_output, assert_same_bits
@@ -160,7 +161,7 @@ def test_a_captured_step_splits_and_stays_whole_by_its_lengths() -> None:
     step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with graph_capture(graph):
         step()
     for first, second, splits in (
         (3 * S, 2 * S, True),

@@ -7,6 +7,7 @@ import torch
 
 from kernels.backend import Backend, is_hopper
 from kernels.errors import KernelArgumentError
+from kernels.graph_capture import graph_capture
 from kernels.linear import linear
 from kernels.project_latents import hopper, project_latents
 from tests.device_waits import no_device_waits
@@ -81,7 +82,7 @@ class TestOnHopper:
             project_latents(latents, kv_b, heads, NOPE, num_latents=number)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with graph_capture(graph):
             got = project_latents(latents, kv_b, heads, NOPE, num_latents=number)
         kv = torch.as_strided(got.k_nope, wanted.shape, (wanted.shape[1], 1))
         for some in (BOUND, 3, 257):

@@ -11,6 +11,7 @@ import torch
 from kernels.backend import Backend, is_hopper
 from kernels.errors import KernelArgumentError
 from kernels.fp8 import E4M3
+from kernels.graph_capture import graph_capture
 from kernels.index_logits import hopper as index_hopper
 from kernels.index_logits import index_logits
 from kernels.index_logits.call import IndexLogitsCall
@@ -143,7 +144,7 @@ class TestIndexLogits:
             scored(case, inputs, Backend.GLUON)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with graph_capture(graph):
             got = scored(case, inputs, Backend.GLUON)
         graph.replay()
         assert_same_bits(got, wanted)
@@ -213,7 +214,7 @@ class TestSparseLatentAttention:
             attended(call, Backend.GLUON)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with graph_capture(graph):
             got = attended(call, Backend.GLUON)
         graph.replay()
         assert_same_bits(got, wanted)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kernels.backend import is_hopper
+from kernels.graph_capture import graph_capture
 from kernels.key_rows import KeyRows
 from kernels.sparse_latent_attention.call import SparseLatentCall
 from tests.device_waits import no_device_waits
@@ -84,7 +85,7 @@ def test_a_captured_launch_serves_other_rows() -> None:
         few(call)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with graph_capture(graph):
         out.copy_(few(call))
     for seed, num_keys in enumerate(([3000, 0, 70], [1, 2048, 0], [5000, 1025, 64], [0, 0, 1030], [2047, 2048, 2049])):
         other = make_call(num_keys, 128, 2048, seed)

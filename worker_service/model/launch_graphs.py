@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 
+from kernels.graph_capture import graph_capture
 from kernels.sample_tokens import SamplingTensors
 from worker_service.core.batch import Batch, SampledRow
 from worker_service.model.last_tokens import LastTokens
@@ -90,7 +91,7 @@ class LaunchGraphs:
         for bucket in reversed(self._buckets):
             self._run(bucket)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            with graph_capture(graph, pool=pool, capture_error_mode="thread_local"):
                 output = self._run(bucket)
             self._captured[bucket] = Captured(graph, output)
         torch.cuda.synchronize()
