@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from itertools import product
@@ -11,9 +10,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu_layers import in_a_model
 from benchmarks.gpu_mla import BF16, LATENT, PAGE, ROPE, SCALE, WIDTH
 from benchmarks.gpu_peers import made_by_flashinfer, workspace
-from benchmarks.measurement import GEMM, READ, Maker, Measurement, Peer, Work, against_reference
+from benchmarks.measurement import GEMM, READ, Maker, Measurement, Peer, against_reference
 from benchmarks.measurement import random as random_rows
 from kernels.backend import Backend
 from kernels.mla_decode import MlaDecodePlan, mla_decode
@@ -25,7 +25,6 @@ HEADS = (8, 16, 32, 64, 128)
 SEQUENCES = (1, 16, 64)
 # A page holds 64 latents: on and off the grid.
 LENGTHS = (5000, 8192, 8193)
-# Layers of one launch, each with latents of its own, so that no cache holds any.
 LAYERS = 16
 # One sequence of 40,000 latents, among 15 of 500.
 LONG_AMONG_SHORT = [40000, *[500] * 15]
@@ -46,31 +45,6 @@ def decode_long_among_short(heads: int) -> list[Measurement]:
     longest, *short = LONG_AMONG_SHORT
     name = f"B{len(LONG_AMONG_SHORT)} L{short[0]}, one {longest}"
     return decode_lengths(heads, name, LONG_AMONG_SHORT, by_load=True)
-
-
-def decode_in_model(heads: int) -> list[Measurement]:
-    """The attention of LAYERS layers, one behind the other."""
-    layers = [decode(heads, 64, 8192, by_load=True)[0] for _ in range(LAYERS)]
-    first, *_ = layers
-    peers = zip(*(layer.peers for layer in layers), strict=True)
-    return [
-        replace(
-            first,
-            case=f"{first.case}, {LAYERS} layers",
-            amount=first.amount * LAYERS,
-            run=partial(run_all, [layer.run for layer in layers]),
-            error=lambda: max(layer.error() for layer in (first, layers[-1])),
-            peers=tuple(
-                Peer(same[0].name, partial(run_all, [peer.run for peer in same]), first.amount * LAYERS)
-                for same in peers
-            ),
-        )
-    ]
-
-
-def run_all(works: list[Work]) -> None:
-    for work in works:
-        work()
 
 
 def decode_lengths(heads: int, name: str, lengths: list[int], *, by_load: bool) -> list[Measurement]:
@@ -130,5 +104,7 @@ AREAS: dict[str, tuple[Maker, ...]] = {
         *(partial(decode_mixed, heads, sequences) for heads in HEADS for sequences in (16, 64)),
         *(partial(decode_long_among_short, heads) for heads in HEADS),
     ),
-    "mla_in_model": tuple(partial(decode_in_model, heads) for heads in (16, 128)),
+    "mla_in_model": tuple(
+        partial(in_a_model, partial(decode, heads, 64, 8192, by_load=True), LAYERS) for heads in (16, 128)
+    ),
 }

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.gpu_layers import in_a_model
 from benchmarks.gpu_mla import LATENT, NOPE, PAGE, ROPE, SCALE, VALUE, WIDTH
 from benchmarks.measurement import (
     GEMM,
@@ -51,6 +52,7 @@ CODES_ROUNDING = 32.0
 DECODES = ((1, 65_536), (64, 8_192), (64, 65_536))
 PROMPTS = ((0, 2_048), (14_336, 2_048), (63_488, 2_048))
 HEADS = (128, 16)
+LAYERS = 16
 # Values of the setting index_key_dtype.
 KEYS_ARE_FP8 = (False, True)
 # Nothing is measured that bounds products of fp8.
@@ -257,6 +259,12 @@ AREAS: dict[str, tuple[Maker, ...]] = {
     "sparse_attention": tuple(partial(attention, heads, case) for heads in HEADS for case in CASES),
     "sparse_layer": tuple(
         partial(layer, heads, fp8, case) for heads in HEADS for fp8 in KEYS_ARE_FP8 for case in CASES
+    ),
+    # Those of 64 sequences would fill the memory.
+    "sparse_in_model": tuple(
+        partial(in_a_model, partial(layer, 128, fp8, case), LAYERS)
+        for fp8 in KEYS_ARE_FP8
+        for case in (partial(decoding, *DECODES[0]), partial(prompt, *PROMPTS[-1]))
     ),
     "sparse_rows": tuple(partial(append, fp8, tokens) for fp8 in KEYS_ARE_FP8 for tokens in NEW_TOKENS),
 }

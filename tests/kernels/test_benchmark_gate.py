@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import gpu_mla_decode
 from benchmarks.bench_gpu import measure
 from benchmarks.gpu_attention import attention_tflop
+from benchmarks.gpu_layers import in_a_model
 from benchmarks.gpu_timer import in_turns
 from benchmarks.measurement import OUT_TOLERANCE, Measurement, Peer, Work, row_error
 from kernels.backend import Backend
@@ -41,27 +41,24 @@ def test_figures_are_amount_over_time() -> None:
         measure(replace(right, run=fails), lambda works: in_turns(works, captured, float, 3))
 
 
-def test_a_model_s_layers_run_one_behind_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_s_layers_run_one_behind_the_other() -> None:
     """Each layer, and each layer's peer, once and in order; one that is wrong spoils all."""
     ran: list[str] = []
-    errors = [0.0] * gpu_mla_decode.LAYERS
-    made = iter(range(gpu_mla_decode.LAYERS))
+    errors = [0.0] * 5
+    made = iter(range(5))
 
-    def decode(*_sizes: int, by_load: bool) -> list[Measurement]:
-        assert by_load
+    def make() -> list[Measurement]:
         layer = next(made)
         peer = Peer("peer", lambda: ran.append(f"peer {layer}"), 3.0)
-        return [
-            Measurement("op", "case", 3.0, lambda: ran.append(f"own {layer}"), lambda: errors[layer], peers=(peer,))
-        ]
+        own = Measurement("op", "case", 3.0, lambda: ran.append(f"own {layer}"), lambda: errors[layer], peers=(peer,))
+        return [own]
 
-    monkeypatch.setattr(gpu_mla_decode, "decode", decode)
-    (layers,) = gpu_mla_decode.decode_in_model(16)
+    (layers,) = in_a_model(make, 5)
     layers.run()
     layers.peers[0].run()
-    numbers = range(gpu_mla_decode.LAYERS)
-    assert ran == [f"own {layer}" for layer in numbers] + [f"peer {layer}" for layer in numbers]
-    assert layers.amount == layers.peers[0].amount == 3.0 * gpu_mla_decode.LAYERS
+    assert ran == [f"own {layer}" for layer in range(5)] + [f"peer {layer}" for layer in range(5)]
+    assert layers.case == "case, 5 layers"
+    assert layers.amount == layers.peers[0].amount == 15.0
     assert layers.error() == 0.0
     errors[-1] = 0.5
     assert layers.error() == 0.5
