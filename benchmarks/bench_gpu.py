@@ -31,6 +31,7 @@ from benchmarks import (
     gpu_experts,
     gpu_mla,
     gpu_mla_decode,
+    gpu_mla_layers,
     gpu_moves,
     gpu_ops,
     gpu_sparse,
@@ -46,6 +47,7 @@ AREAS = {
     **gpu_attention.AREAS,
     **gpu_mla.AREAS,
     **gpu_mla_decode.AREAS,
+    **gpu_mla_layers.AREAS,
     **gpu_ops.AREAS,
     **gpu_moves.AREAS,
     **gpu_experts.AREAS,
@@ -85,7 +87,7 @@ def measure(measurement: Measurement, clock: Clock, limits: dict[str, float] | N
     row.target = target(row.op, row.case)
     if not error <= measurement.tolerance:
         return row
-    micros, *others = clock([measurement.run, *(peer.run for peer in measurement.peers)])
+    micros, *others = times_us(measurement, clock)
     if isinstance(micros, str):
         raise RuntimeError(f"{row.op} {row.case}: {micros}")
     figure = measurement.amount / micros * 1e6
@@ -97,6 +99,17 @@ def measure(measurement: Measurement, clock: Clock, limits: dict[str, float] | N
     best = max((speed for speed in row.peers.values() if isinstance(speed, float)), default=0.0)
     row.of_best_peer = round(figure / best, 3) if best else None
     return row
+
+
+def times_us(measurement: Measurement, clock: Clock) -> list[float | str]:
+    """Returns those of the op and of its peers, without what they do besides."""
+    works = [measurement.run, *(peer.run for peer in measurement.peers)]
+    if measurement.beside is None:
+        return clock(works)
+    *times, beside = clock([*works, measurement.beside])
+    if isinstance(beside, str):
+        raise RuntimeError(f"{measurement.op} {measurement.case}, what is beside it: {beside}")
+    return [time if isinstance(time, str) else time - beside for time in times]
 
 
 def measured(area: str, timer: Timer, limits: dict[str, float]) -> Iterator[Row]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_layers import in_a_model
 from benchmarks.gpu_mla import BF16, LATENT, PAGE, ROPE, SCALE, WIDTH
 from benchmarks.gpu_peers import made_by_flashinfer, workspace
 from benchmarks.measurement import GEMM, READ, Maker, Measurement, Peer, against_reference
@@ -25,7 +24,6 @@ HEADS = (8, 16, 32, 64, 128)
 SEQUENCES = (1, 16, 64)
 # A page holds 64 latents: on and off the grid.
 LENGTHS = (5000, 8192, 8193)
-LAYERS = 16
 # One sequence of 40,000 latents, among 15 of 500.
 LONG_AMONG_SHORT = [40000, *[500] * 15]
 
@@ -47,54 +45,62 @@ def decode_long_among_short(heads: int) -> list[Measurement]:
     return decode_lengths(heads, name, LONG_AMONG_SHORT, by_load=True)
 
 
-def decode_lengths(heads: int, name: str, lengths: list[int], *, by_load: bool) -> list[Measurement]:
-    """TFLOP/s of many heads, GB/s of latents read where memory bounds the few."""
-    pages, tables, counts = paged(lengths)
-    seqlens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
-    q = random_rows(len(lengths), heads, WIDTH)
-    plan = MlaDecodePlan(len(lengths), max(counts) * PAGE, heads, by_load=by_load)
-    plan.prepare(seqlens)
-    out = torch.full((len(lengths), heads, LATENT), float("nan"), dtype=BF16, device="cuda")
+class Step:
+    """Sequences that decode: their block tables, lengths and plan, which layers share."""
 
-    def call(backend: Backend = Backend.AUTO) -> torch.Tensor:
+    def __init__(self, heads: int, lengths: list[int], *, by_load: bool) -> None:
+        self.heads = heads
+        self.counts = [-(-length // PAGE) for length in lengths]
+        ids = torch.randperm(sum(self.counts), device="cuda").int().split(self.counts)
+        self.tables = torch.nn.utils.rnn.pad_sequence(list(ids), batch_first=True)
+        self.seqlens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+        self.plan = MlaDecodePlan(len(lengths), max(self.counts) * PAGE, heads, by_load=by_load)
+        self.plan.prepare(self.seqlens)
+        # TFLOP of many heads, GB of latents read where memory bounds the few.
+        latents = sum(lengths)
+        many = heads > 16
+        self.amount = 2e-12 * latents * heads * (WIDTH + LATENT) if many else 2e-9 * latents * WIDTH
+        self.ceiling = GEMM if many else READ
+
+
+class Layer:
+    """A layer's queries and latents, in pages in random order."""
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.q = random_rows(len(step.counts), step.heads, WIDTH)
+        self.pages = random_rows(sum(step.counts), PAGE, WIDTH)
+        self._out = torch.full((*self.q.shape[:2], LATENT), float("nan"), dtype=BF16, device="cuda")
+
+    def __call__(self, backend: Backend = Backend.AUTO) -> torch.Tensor:
+        where = (self.q, self.pages, self.step.tables, self.step.seqlens)
         if backend is Backend.REFERENCE:
-            return mla_decode(q, pages, tables, seqlens, scale=SCALE, backend=backend)
-        return mla_decode(q, pages, tables, seqlens, scale=SCALE, plan=plan, out=out)
+            return mla_decode(*where, scale=SCALE, backend=backend)
+        return mla_decode(*where, scale=SCALE, plan=self.step.plan, out=self._out)
 
-    many, latents = heads > 16, sum(lengths)
-    amount = 2e-12 * latents * heads * (WIDTH + LATENT) if many else 2e-9 * latents * WIDTH
-    peers = absorbed_peer(q, pages, tables, counts, seqlens, amount)
+
+def decode_lengths(heads: int, name: str, lengths: list[int], *, by_load: bool) -> list[Measurement]:
+    """TFLOP/s of many heads, GB/s of latents read of few."""
+    step = Step(heads, lengths, by_load=by_load)
+    layer = Layer(step)
     case = f"{heads} heads {name}" + (", by load" if by_load else "")
-    return against_reference("mla_decode", case, amount, call, GEMM if many else READ, peers)
-
-
-def paged(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """Returns latent pages, a table of them in random order, and the pages of each sequence."""
-    counts = [-(-length // PAGE) for length in lengths]
-    rows = torch.randperm(sum(counts), device="cuda").int().split(counts)
-    tables = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
-    return random_rows(sum(counts), PAGE, WIDTH), tables, counts
+    return against_reference("mla_decode", case, step.amount, layer, step.ceiling, flashinfer_layers([layer]))
 
 
 @made_by_flashinfer
-def absorbed_peer(
-    _flashinfer: Any,
-    q: torch.Tensor,
-    pages: torch.Tensor,
-    tables: torch.Tensor,
-    counts: list[int],
-    seqlens: torch.Tensor,
-    amount: float,
-) -> tuple[Peer, ...]:
-    """FlashInfer's absorbed decode."""
+def flashinfer_layers(_flashinfer: Any, layers: list[Layer]) -> tuple[Peer, ...]:
+    """Returns FlashInfer's absorbed decode of each layer of a step, planned once."""
+    step = layers[0].step
     wrapper = import_module("flashinfer.mla").BatchMLAPagedAttentionWrapper(workspace(), backend="fa3")
-    queries, bounds = running_sums([1] * len(counts), "cuda"), running_sums(counts, "cuda")
-    ids = torch.cat([row[:count] for row, count in zip(tables, counts, strict=True)])
-    sizes = (q.shape[1], LATENT, ROPE, PAGE)
-    wrapper.plan(queries, bounds, ids, seqlens, *sizes, False, SCALE, BF16, BF16)
-    parts = [rows.contiguous() for rows in q.split([LATENT, ROPE], dim=-1)]
-    latents = [rows.contiguous() for rows in pages.split([LATENT, ROPE], dim=-1)]
-    return (Peer("flashinfer", partial(wrapper.run, *parts, *latents, return_lse=False), amount),)
+    queries, bounds = running_sums([1] * len(step.counts), "cuda"), running_sums(step.counts, "cuda")
+    ids = torch.cat([row[:count] for row, count in zip(step.tables, step.counts, strict=True)])
+    sizes = (step.heads, LATENT, ROPE, PAGE)
+    wrapper.plan(queries, bounds, ids, step.seqlens, *sizes, False, SCALE, BF16, BF16)
+    peers = []
+    for layer in layers:
+        parts = [part.contiguous() for rows in (layer.q, layer.pages) for part in rows.split([LATENT, ROPE], dim=-1)]
+        peers.append(Peer("flashinfer", partial(wrapper.run, *parts, return_lse=False), step.amount))
+    return tuple(peers)
 
 
 AREAS: dict[str, tuple[Maker, ...]] = {
@@ -103,8 +109,5 @@ AREAS: dict[str, tuple[Maker, ...]] = {
         *(partial(decode, *sizes, by_load=True) for sizes in product(HEADS, SEQUENCES, LENGTHS)),
         *(partial(decode_mixed, heads, sequences) for heads in HEADS for sequences in (16, 64)),
         *(partial(decode_long_among_short, heads) for heads in HEADS),
-    ),
-    "mla_in_model": tuple(
-        partial(in_a_model, partial(decode, heads, 64, 8192, by_load=True), LAYERS) for heads in (16, 128)
     ),
 }

@@ -17,8 +17,8 @@ TARGETS: dict[str, dict[str, float]] = {
     "mla_decode": {
         "128 heads B64 L8192": 450,
         "16 heads B64 L8192": 3900,
-        "16 heads B64 L8192, by load, 16 layers": 4200,
-        "128 heads B64 L8192, by load, 16 layers": 580,
+        "16 heads B64 L8192, by load, in 16 layers": 4200,
+        "128 heads B64 L8192, by load, in 16 layers": 580,
     },
     # 60 % of the GEMM ceiling.
     "index_logits": {"1 x (0 + 2048)": 470, "1 x (63488 + 2048)": 470, "B64 L65536": 470},

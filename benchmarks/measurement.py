@@ -46,7 +46,10 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One op on one input. `error` runs the op and compares; `amount` over seconds gives the ceiling's unit."""
+    """One op on one input. `error` runs the op and compares; `amount` over seconds gives the ceiling's unit.
+
+    `beside` is what `run` and the peers do besides the op; its time is taken off theirs.
+    """
 
     op: str
     case: str
@@ -56,6 +59,7 @@ class Measurement:
     tolerance: float = 0.0
     peers: tuple[Peer, ...] = ()
     ceiling: Ceiling = COPY
+    beside: Work | None = None
 
 
 Maker = Callable[[], list[Measurement]]

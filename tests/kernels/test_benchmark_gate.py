@@ -64,6 +64,19 @@ def test_a_model_s_layers_run_one_behind_the_other() -> None:
     assert layers.error() == 0.5
 
 
+def test_what_is_done_besides_is_taken_off() -> None:
+    own, peer, beside = list, tuple, dict
+    takes: dict[object, float | str] = {own: 25.0, peer: 35.0, beside: 15.0}
+    both = Measurement("op", "case", 3.0, own, lambda: 0.0, peers=(Peer("peer", peer, 3.0),), beside=beside)
+    row = measure(both, lambda works: [takes[work] for work in works])
+    assert (row.microseconds, row.figure, row.peers) == (10.0, 3e5, {"peer": 1.5e5})
+    takes[peer] = "no such library"
+    assert measure(both, lambda works: [takes[work] for work in works]).peers == {"peer": "no such library"}
+    takes[beside] = "out of memory"
+    with pytest.raises(RuntimeError, match="op case, what is beside it: out of memory"):
+        measure(both, lambda works: [takes[work] for work in works])
+
+
 def test_what_is_compared_is_sampled_in_turns() -> None:
     """A drift of the clock hits all alike: every second round is in reverse."""
     sampled: list[str] = []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,11 +16,28 @@ from kernels.graph_capture import graph_capture
 
 @pytest.fixture
 def eager_collector() -> Iterator[None]:
-    """The collector runs at nearly every new container."""
+    """The collector looks at all that is new, at nearly every new container."""
     thresholds = gc.get_threshold()
-    gc.set_threshold(1)
+    gc.freeze()
+    gc.collect()
+    gc.set_threshold(1, 1, 1)
     yield
     gc.set_threshold(*thresholds)
+    gc.unfreeze()
+
+
+def make_containers() -> list[list[int]]:
+    return [[number] for number in range(1000)]
+
+
+def test_an_eager_collector_frees_cycles_at_once(eager_collector: None) -> None:
+    """What the test below stands on."""
+    cycle: list[object] = [(gone := threading.Event())]
+    freed = weakref.ref(gone)
+    cycle.append(cycle)
+    del cycle, gone
+    make_containers()
+    assert freed() is None
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -46,15 +65,15 @@ def test_the_collector_is_off_inside_alone(monkeypatch: pytest.MonkeyPatch, enab
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_graphs_that_nobody_holds_outlive_a_capture(eager_collector: None) -> None:
     values = torch.arange(4.0, device="cuda")
-    old: list[object] = [torch.cuda.CUDAGraph()]
-    with graph_capture(old[0]):  # type: ignore[arg-type]
+    cycle: list[object] = [(old := torch.cuda.CUDAGraph())]
+    with graph_capture(old):
         values.add(1)
-    # A cycle, which the collector alone can free.
-    old.append(old)
+    cycle.append(cycle)
     graph = torch.cuda.CUDAGraph()
     with graph_capture(graph):
-        del old
-        containers = [[number] for number in range(1000)]
+        # The collector alone can free it now.
+        del cycle, old
+        containers = make_containers()
         doubled = values + values
     values.add_(len(containers))
     graph.replay()
