@@ -214,8 +214,8 @@ async def serve(config: CacheConfig, announce: Callable[[str], None]) -> None:
     stop = stop_event()
     async with running(config) as service:
         _log.info("serving", extra={"address": str(service.address), "core": CORE_FORM, "config": describe(config)})
-        announce(_announcement(service))
         with seldom_collected(LONG_LIVED):
+            announce(_announcement(service))
             await stop.wait()
         _log.info("stopping")
     _log.info("stopped")

@@ -254,9 +254,9 @@ async def serve(config: WorkerConfig, compute: Compute, announce: Callable[[str]
     stop = asyncio.ensure_future(stop_event().wait())
     async with running(config, compute) as service:
         _log.info("serving", extra={"address": str(service.address), "config": describe(config)})
-        announce(_announcement(service))
         drained = asyncio.ensure_future(service.drained.wait())
         with seldom_collected(SHORT_LIVED):
+            announce(_announcement(service))
             await asyncio.wait({stop, drained, service.running}, return_when=asyncio.FIRST_COMPLETED)
         _log.info("stopping", extra={"reason": "drained" if drained.done() else "signal, or the engine ended"})
     stop.cancel()

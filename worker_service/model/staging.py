@@ -79,7 +79,7 @@ class Download:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._buffers = deque(HostBuffer(0, device) for _ in range(NUM_BUFFERS))
+        self._buffers = deque(HostBuffer(_SMALLEST_BYTES, device) for _ in range(NUM_BUFFERS))
 
     def start(self, values: torch.Tensor) -> Downloaded:
         """Starts a copy of the values, behind everything that was launched before."""
