@@ -32,7 +32,8 @@ class MlaDecodePlan:
 
     With by_load, cuts are where programs get equally many latents, at any tile of them: faster on Hopper, but a
     result's last bits then depend on the batch, and parts are rounded to 16 bits. It changes nothing for several
-    queries of up to 16 heads, or for other implementations.
+    queries of up to 16 heads, or for other implementations. Few heads' launches may begin while earlier ones run, and
+    read at once what was in the pages when the plan was prepared: all latents but each sequence's last one.
     """
 
     def __init__(
@@ -112,6 +113,13 @@ class MlaDecodePlan:
     def folds_together(self, num_seqs: int) -> bool:
         """Returns whether the attention's programs fold this number of sequences; if not, a launch behind it does."""
         return self.by_load and self.fit_at_once and (self.few or num_seqs * self.tiles >= LEAST_TILES_TOGETHER)
+
+    def begins_early(self, num_seqs: int) -> bool:
+        """Returns whether a launch of few heads asks for latents before the launch before it has ended.
+
+        It pays where programs end at different times, as they do where most sequences have two parts at most.
+        """
+        return 2 * num_seqs >= self.programs - self.programs // 32
 
     def _max_seqs_apart(self, leaves: int, slots: int) -> int:
         """Returns up to how many sequences scores have a launch of their own.

@@ -44,13 +44,15 @@ RUNS = {
     "48 heads, folded together": {"HEADS": 48, "SLOT_ROWS": 48, "MULTI": False, "TOGETHER": True},
 }
 FEW_RUN = {
-    "HEADS": 16, "PAGE": 64, "TILE": 64, "STAGES": 2, "ROWS": 16, "SLOT_ROWS": 16, "TOGETHER": True, "WANTS_LSE": True,
+    "HEADS": 16, "PAGE": 64, "TILE": 64, "STAGES": 2, "ROWS": 16, "SLOT_ROWS": 16, "TOGETHER": True, "EARLY": True,
+    "WANTS_LSE": True,
 }  # fmt: skip
 FEW_RUNS = {
     "16 heads": {},
     "8 heads": {"HEADS": 8, "SLOT_ROWS": 8},
     "32 heads": {"HEADS": 32, "ROWS": 32, "SLOT_ROWS": 32},
     "20 heads, smallest pages": {"HEADS": 20, "ROWS": 32, "SLOT_ROWS": 20, "PAGE": 8},
+    "few sequences": {"EARLY": False},
     "no sums, a launch behind": {"WANTS_LSE": False, "TOGETHER": False},
 }
 FEW = {"HEADS": 16, "PAGE": 64, "LEAF": 512, "LEAVES_PER_GROUP": 8, "TILE": 64, "STAGES": 2, "WANTS_LSE": True}

@@ -123,65 +123,6 @@ def test_programs_fold_any_number_of_parts_together(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("lengths", [[8191] * 64, [4166, 64, 2999, 1], [5000]])
-@pytest.mark.parametrize("heads", [32, 16])
-def test_launches_of_a_graph_wait_for_each_other(cuda: str, heads: int, lengths: list[int]) -> None:
-    """They begin while those before them end, share a plan's buffers, and some read what was just written."""
-    case = make_latents([(length - 1, 1) for length in lengths], 1, device=cuda)
-    plan = planned(case, heads)
-    queries = [latent_queries(case, heads) * (1 + layer / 8) for layer in range(6)]
-    outs = [torch.empty_like(q[:, :, :512].contiguous()) for q in queries]
-    where = (case.pages, case.block_tables, case.seqlens_k)
-    options = {"scale": SCALE, "max_seqlen_k": max(lengths), "plan": plan}
-
-    def step(wait: bool) -> None:
-        for layer, (q, out) in enumerate(zip(queries, outs, strict=True)):
-            if layer % 2:
-                q[:, :, :512] = outs[layer - 1]
-            mla_decode(q, *where, out=out, **options)
-            if wait:
-                torch.cuda.synchronize()
-
-    step(wait=True)
-    wanted = [out.clone() for out in outs]
-    graph = torch.cuda.CUDAGraph()
-    with graph_capture(graph):
-        step(wait=False)
-    for _ in range(50):
-        for out in outs:
-            out.zero_()
-        graph.replay()
-        for out, right in zip(outs, wanted, strict=True):
-            assert_same_bits(out, right)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("lengths", [[8191] * 64, LENGTHS])
-def test_programs_without_room_are_not_waited_for_in_vain(cuda: str, lengths: list[int]) -> None:
-    """Another stream's launch holds most multiprocessors: those that wait for its end would have waited 20 ms."""
-    from tests.kernels.held_multiprocessors import hold_multiprocessors
-
-    case = make_latents([(length - 1, 1) for length in lengths], 1, device=cuda)
-    q = latent_queries(case, 16)
-    plan = planned(case, 16)
-    assert (int(plan.counts[2]) > 0) == (lengths == LENGTHS)  # where programs meet, and where first parts merge others
-    wanted, _ = attend(case, q, Backend.GLUON, plan)
-    hold_multiprocessors[(1,)](torch.zeros(1, dtype=torch.int32, device=cuda), 0, num_warps=4)
-    beside = torch.cuda.Stream()
-    done, free = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    with torch.cuda.stream(beside):
-        hold_multiprocessors[(100,)](torch.zeros(100, dtype=torch.int32, device=cuda), 20_000_000, num_warps=4)
-        free.record()
-    (out,) = attend(case, q, Backend.GLUON, plan, wants_lse=False)
-    done.record()
-    torch.cuda.synchronize()
-    assert done.elapsed_time(free) > 0
-    assert_same_bits(out, wanted)
-    assert_at_rest(plan)
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("together", [False, True])
 def test_a_captured_plan_follows_the_lengths(cuda: str, monkeypatch: pytest.MonkeyPatch, together: bool) -> None:
     """Padding rows give 0, in a graph whose plan was made for longer sequences; at last nothing is cut."""

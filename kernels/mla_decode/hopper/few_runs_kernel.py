@@ -2,11 +2,12 @@
 
 It is cut as for many heads, see runs_kernel.py. Where no sequence has many parts, the program with the first one adds
 the others as if they were latents; else all programs fold all parts together. Programs begin one by one while the
-launch before ends, and wait for that before they read or write anything. They need not be on the card at once: programs
-begin in order, one that adds parts waits for those behind it, of which all but the last one on the card end, and those
-that meet wait no longer than need be.
+launch before ends, ask for their first latents (few_early.py), and wait for that before they read anything else or
+write. They need not be on the card at once: programs begin in order, one that adds parts waits for those behind it, of
+which all but the last one on the card end, and those that meet wait no longer than need be.
 
     producer       latents, a page's rows at a time, and the queries, as for many heads; parts that the program adds
+    pacer          the second tile of latents, while the launch before still runs
     consumer       everything else, for up to 32 heads
 """
 
@@ -15,9 +16,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from kernels.hopper.launches import allow_next_launch
+from kernels.mla_decode.hopper.few_early import ask_second_tile, early_buffers
 from kernels.mla_decode.hopper.few_runs_consumer import attend_few_run
+from kernels.mla_decode.hopper.few_runs_stream import stream_few_runs
 from kernels.mla_decode.hopper.runs_barriers import init_latent_barriers, latent_barriers
-from kernels.mla_decode.hopper.runs_stream import stream_runs
 
 
 # What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
@@ -50,6 +52,7 @@ def attend_few_runs(
     ROWS: gl.constexpr,
     SLOT_ROWS: gl.constexpr,
     TOGETHER: gl.constexpr,
+    EARLY: gl.constexpr,
     WANTS_LSE: gl.constexpr,
 ):
     if TOGETHER:  # a fold behind would take room while programs have yet to end
@@ -68,6 +71,7 @@ def attend_few_runs(
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     halves, rope_bars = latent_barriers(STAGES)
+    early = early_buffers()
     queue = gl.allocate_shared_memory(gl.int32, [16, 1], VECTOR)
     queue_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     queue_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
@@ -91,10 +95,11 @@ def attend_few_runs(
         [
             (attend_few_run, (results, together, stored_ptr, scale_log2, num_tokens, shared, bars, work,
                                HEADS, TILE, STAGES, ROWS, SLOT_ROWS, TOGETHER, WANTS_LSE)),
-            (stream_runs, (q_half_desc, q_rope_desc, half_desc, rope_desc, plan, page_rows, stride_tables_seq,
-                            shared, bars, work, HEADS, PAGE, TILE, STAGES, ROWS, True)),
+            (stream_few_runs, (q_half_desc, q_rope_desc, half_desc, rope_desc, plan, num_tokens, page_rows,
+                                stride_tables_seq, shared, bars, early, work, HEADS, PAGE, TILE, STAGES, ROWS, EARLY)),
+            (ask_second_tile, (half_desc, rope_desc, (left, right, rope), early, PAGE, TILE, EARLY)),
         ],
-        [1],
-        [56],
+        [1, 1],
+        [56, 56],
     )
     # fmt: on

@@ -40,7 +40,7 @@ def launch(call: MlaDecodeCall, plan: MlaDecodePlan | None, out: torch.Tensor, l
             launch_apart(call, plan, descs, out, lse)
             fold(plan, call.num_seqs, out, lse)
             return
-        kernel, lists, options = _kernel_of(plan, several, together)
+        kernel, lists, options = _kernel_of(plan, call.num_seqs, several, together)
         if kernel is attend_few_runs:
             descs = (*descs, _parts_of(plan))
         kernel[(plan.programs,)](
@@ -92,7 +92,7 @@ def _parts_of(plan: MlaDecodePlan) -> TensorDescriptor:
 
 
 def _kernel_of(
-    plan: MlaDecodePlan, several: bool, together: bool
+    plan: MlaDecodePlan, num_seqs: int, several: bool, together: bool
 ) -> tuple[Any, tuple[torch.Tensor, ...], dict[str, int]]:
     """Returns a plan's kernel, the buffers that it takes, and what it is compiled for."""
     options: dict[str, int] = {"maxnreg": ENTRY_REGISTERS} if plan.few else {"MULTI": several}
@@ -100,7 +100,8 @@ def _kernel_of(
         options |= {"SLOT_ROWS": plan.slot_rows, "TOGETHER": together}
         runs = (plan.parts, plan.levels, plan.items, plan.firsts, plan.counts, plan.shared, plan.arrivals)
         if plan.few:
-            return attend_few_runs, (*runs, plan.stored), options | {"ROWS": plan.rows, "launch_pdl": together}
+            options |= {"ROWS": plan.rows, "EARLY": plan.begins_early(num_seqs), "launch_pdl": together}
+            return attend_few_runs, (*runs, plan.stored), options
         return attend_runs, runs, options | {"launch_cooperative_grid": together}  # see grid_barrier
     options |= {"LEAF": plan.tree.leaf}
     leaves = (plan.acc, plan.row_max, plan.row_sum, plan.sums, plan.items, plan.counts)

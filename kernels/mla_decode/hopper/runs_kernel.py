@@ -100,7 +100,7 @@ def attend_runs(
             (attend_odd, (results, together, scale_log2, num_tokens, shared, bars, work,
                             HEADS, TILE, STAGES, MULTI, SLOT_ROWS, TOGETHER, WANTS_LSE)),
             (stream_runs, (q_half_desc, q_rope_desc, half_desc, rope_desc, plan, page_rows, stride_tables_seq,
-                            shared, bars, work, HEADS, PAGE, TILE, STAGES, 64, False)),
+                            shared, bars, work, HEADS, PAGE, TILE, STAGES, 64)),
         ],
         [4, 1],
         [232, 40],

@@ -83,6 +83,13 @@ def load_queries(q_half_desc, q_rope_desc, row, turn, tiles, bars, ROWS: gl.cons
     q_left, q_right, q_rope, _, _, _ = tiles
     q_full, q_empty, _, _, _, _ = bars
     mbarrier.wait(q_empty, (turn & 1) ^ 1)
+    ask_queries(q_half_desc, q_rope_desc, row, q_full, (q_left, q_right, q_rope), ROWS)
+
+
+@gluon.jit
+def ask_queries(q_half_desc, q_rope_desc, row, q_full, tiles, ROWS: gl.constexpr):
+    """A tile of queries, where no other one is in use."""
+    q_left, q_right, q_rope = tiles
     mbarrier.expect(q_full, ROWS * 576 * 2)
     tma.async_copy_global_to_shared(q_half_desc, [row, 0], q_full, q_left)
     tma.async_copy_global_to_shared(q_half_desc, [row, 256], q_full, q_right)
