@@ -6,7 +6,8 @@ order in tiles of any size: its bits do not depend on them.
     many, and little depth      a program holds the part of a matrix that makes a block of columns and goes through
                                 tiles of tokens; the next rows are on their way while it stores
 
-Columns that rows carry are one more block, behind those of the outputs.
+Columns that rows carry are one more block, behind those of the outputs. On Hopper a launch of few tokens begins while
+the one before it ends, and lets the next one begin.
 """
 
 from typing import NamedTuple
@@ -14,6 +15,9 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.backend import is_hopper
 
 BLOCK_K = 64
 # Rows of all heads up to which small tiles are best, and from which programs hold their part of a matrix: 2,048 tokens
@@ -58,9 +62,12 @@ def multiply_heads(
     x_ptr, weight_ptr, out_ptr, num_tokens, stride_x_token, stride_x_head, stride_weight_head, stride_weight_k,
     stride_weight_n, stride_out_token, stride_out_head,
     K: tl.constexpr, N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    CARRIED: tl.constexpr, BLOCK_C: tl.constexpr,
+    CARRIED: tl.constexpr, BLOCK_C: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Programs [blocks of columns, tiles of tokens, heads]: the first share a tile of rows, the second a matrix."""
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
     N_BLOCKS: tl.constexpr = tl.cdiv(N, BLOCK_N)
     head = tl.program_id(2).to(tl.int64)
     token = tl.program_id(1).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -143,4 +150,6 @@ def launch(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
             grid = (blocks, triton.cdiv(tiles, HELD_TILES), heads)
             multiply_held[grid](x, weight, out, tokens, HELD_TILES, *strides, **constants, STAGES=HELD_STAGES)
         else:
-            multiply_heads[(blocks, tiles, heads)](x, weight, out, tokens, *strides, **constants)
+            overlaps = tokens <= FEW.tokens and is_hopper(x.device)
+            grid = (blocks, tiles, heads)
+            multiply_heads[grid](x, weight, out, tokens, *strides, **constants, OVERLAPS=overlaps, launch_pdl=overlaps)

@@ -144,3 +144,24 @@ def test_few_tokens_wait_for_the_launch_before() -> None:
         return rows
 
     assert_same_bits(chain(Backend.GLUON), chain(Backend.TRITON))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("tokens", "backend"), [(3, Backend.GLUON), (40, Backend.TRITON), (64, Backend.TRITON)])
+@pytest.mark.parametrize(("depth", "outputs", "carried"), [(128, 512, 64), (512, 128, 0)])
+def test_rows_that_the_launch_before_writes_late_are_seen(
+    tokens: int, backend: Backend, depth: int, outputs: int, carried: int
+) -> None:
+    from tests.kernels.late_writer import write_late
+
+    x, weight, out = rows_and_matrices((tokens, 16, depth, outputs, carried), device="cuda")
+    wanted = head_linear(x, weight, torch.empty_like(out), backend=backend)
+    numbers = x.view(torch.int32)
+    right = numbers.clone()
+    for _ in range(3):
+        numbers.zero_()
+        torch.cuda.synchronize()
+        write_late[(1,)](right, numbers, numbers.numel(), 500_000, num_warps=4)
+        assert_same_bits(head_linear(x, weight, out, backend=backend), wanted)
+        assert_same_bits(out, wanted)

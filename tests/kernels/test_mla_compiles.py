@@ -219,8 +219,12 @@ def test_the_plain_kernels_spill_nothing() -> None:
         {**product, "BLOCK_T": tile.tokens, "BLOCK_N": tile.columns} for tile in (head.FEW, head.HELD, head.LARGE)
     )
     cases = (
-        (head.multiply_heads, {**few, "K": 128, "N": 512}, head.FEW.warps),
-        (head.multiply_heads, {**large, "K": 512, "N": 128, "CARRIED": 0, "BLOCK_C": 1}, head.LARGE.warps),
+        (head.multiply_heads, {**few, "K": 128, "N": 512, "OVERLAPS": True}, head.FEW.warps),
+        (
+            head.multiply_heads,
+            {**large, "K": 512, "N": 128, "CARRIED": 0, "BLOCK_C": 1, "OVERLAPS": False},
+            head.LARGE.warps,
+        ),
         (head.multiply_held, {**held, "K": 192, "N": 512, "STAGES": head.HELD_STAGES}, head.HELD.warps),
         (attend_leaf, {**leaf, "PAGE": 1, "BLOCK_N": 32, "ROPE": 64, "BLOCK_ROPE": 64}, 8),
         (fold_leaves, fold, 4),
