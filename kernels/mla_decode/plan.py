@@ -8,7 +8,7 @@ import torch
 from kernels._checks import check_lengths
 from kernels.errors import KernelArgumentError
 from kernels.mla_decode.cut_sizes import MANY_PARTS, MANY_ROWS, MOST_MERGED, PIECES, tile_rows_of
-from kernels.mla_decode.tree_sizes import FEW_HEADS, is_few, tree_of
+from kernels.mla_decode.tree_sizes import FEW_HEADS, TILE, is_few, tree_of
 
 __all__ = ["MlaDecodePlan"]
 
@@ -16,10 +16,11 @@ MAX_SEQS = 1024
 # From this number of tiles of 64 rows on, programs that cut by load fold the parts together: 8 sequences of 8,192 with
 # 64 heads take 43.0 us where a launch behind takes 43.4, but 2 of them 32.6 for 26.0 (H200).
 LEAST_TILES_TOGETHER = 8
-# Up to this number of leaves that a launch may have, counted for each tile of 64 rows, scores have a launch of their
-# own: a sequence of 8,192 with 128 heads, 16 leaves, takes 29.0 us for 41.9, two of 5,000, 20 leaves, 33.9 for 41.6,
-# but two of 8,192 45.3 for 43.2 (H200). That launch has room for the queries of this number of tiles.
-MOST_LEAVES_APART, MOST_TILES_APART = 20, 2
+# Up to this number of leaves that a launch may have, counted for each tile of 64 rows, weights have a launch of their
+# own: two sequences of 8,192 with 128 heads, 32 leaves, take 34.3 us for 41.1, but four 52.7 for 45.5 (H200). That
+# launch has room for the queries of this number of tiles. From the next number of leaves on, programs of the launch
+# behind have 128 columns of values, not 64: 34.3 us with 32 leaves for 37.2, but 24.9 with 16 for 23.4.
+MOST_LEAVES_APART, MOST_TILES_APART, LEAST_LEAVES_WIDE = 32, 2, 24
 
 
 class MlaDecodePlan:
@@ -100,15 +101,17 @@ class MlaDecodePlan:
             self.acc = torch.empty((slots, self.slot_rows, 512), dtype=torch.float32, device=device)
             self.row_max = torch.empty((slots, self.slot_rows), dtype=torch.float32, device=device)
             self.row_sum = torch.empty((slots, self.slot_rows), dtype=torch.float32, device=device)
-        self.scores = buffer(self.max_seqs_apart * leaves * self.tree.leaf, self.rows, dtype=torch.float32)
+        # Of tiles of latents and rows whose weights have a launch of their own: these, their tops and their sums.
+        apart = self.max_seqs_apart * leaves * (self.tree.leaf // TILE) * 64
+        self.weights = buffer(apart, TILE, dtype=torch.bfloat16)
+        self.tops, self.tile_sums = (buffer(apart, dtype=torch.float32) for _ in range(2))
         # By load: the counters of the barrier at which programs meet to fold, 0 between launches; with few heads what
         # `meet` has, and for each sequence that is cut, at its first slot, parts that are stored, 0 between launches.
         self.arrivals = buffer((3 if self.few else 2) if self.by_load else 0, dtype=torch.int32)
         self.stored = buffer(slots if self.by_load and self.few else 0, dtype=torch.int32)
-        # Running totals of leaves, which by load there are none of.
-        self.sums = torch.empty(
-            (0 if self.by_load else self.programs, self.rows, 512), dtype=torch.float32, device=device
-        )
+        # Running totals of leaves, of all and, where rows are many, of a group; by load there are none.
+        totals = 0 if self.by_load else self.programs * (1 if self.few else 2)
+        self.sums = torch.empty((totals, self.rows, 512), dtype=torch.float32, device=device)
 
     def folds_together(self, num_seqs: int) -> bool:
         """Returns whether the attention's programs fold this number of sequences; if not, a launch behind it does."""
@@ -122,17 +125,22 @@ class MlaDecodePlan:
         return 2 * num_seqs >= self.programs - self.programs // 32
 
     def _max_seqs_apart(self, leaves: int, slots: int) -> int:
-        """Returns up to how many sequences scores have a launch of their own.
+        """Returns up to how many sequences weights have a launch of their own.
 
-        `leaves` are those of all tiles of a sequence; the buffer has a tile's rows of scores for each of their latents.
+        `leaves` are those of all tiles of a sequence.
         """
         if self.by_load or self.few or not self.one_query or self.tiles > MOST_TILES_APART:
             return 0
         return min(MOST_LEAVES_APART, slots) // leaves
 
-    def has_scores_apart(self, num_seqs: int) -> bool:
-        """Returns whether scores of this number of sequences have a launch of their own: the same bits, sooner."""
+    def has_weights_apart(self, num_seqs: int) -> bool:
+        """Returns whether weights of this number of sequences have a launch of their own: the same bits, sooner."""
         return 0 < num_seqs <= self.max_seqs_apart
+
+    def columns_apart(self, num_seqs: int) -> int:
+        """Returns how many columns of the values a program has where weights have a launch of their own."""
+        leaves = num_seqs * self.tiles * -(-self.max_seqlen_k // self.tree.leaf)
+        return 128 if leaves >= LEAST_LEAVES_WIDE else 64
 
     def check(self, num_seqs: int, max_seqlen_k: int, heads: int, max_q_tokens: int | None) -> None:
         """Refuses a batch that the buffers do not hold; None means a call without cu_seqlens_q."""
@@ -182,7 +190,7 @@ class MlaDecodePlan:
             rows=self.rows,
             leaf=self.tree.leaf,
             leaves_per_group=self.tree.leaves_per_group,
-            by_leaf=self.has_scores_apart(num_seqs),
+            by_leaf=self.has_weights_apart(num_seqs),
         )
 
 

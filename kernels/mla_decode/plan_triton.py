@@ -78,6 +78,8 @@ def list_items(
     if not BY_LEAF:
         whole |= size <= enough
     step = step_of(tl.where(whole, 0, tiles), size, enough, programs, LEAF // TILE, LEAVES_PER_GROUP)
+    if BY_LEAF:
+        step = 1
     parts = tl.where(whole, 1, (leaves + step - 1) // step)
     items = tiles * parts
     slots = tl.where(whole, 0, items)

@@ -27,6 +27,7 @@ def tree_of(heads: int, one_query: bool) -> Tree:
     """The tree that no batch, no length and no number of queries changes.
 
     Few rows leave a partial result small enough for short leaves, which small batches need to fill a card, and for
-    folding a group in registers; where they are many, each leaf that joins a sum costs a trip of 128 KB.
+    folding a group in registers; where they are many, each leaf that joins a sum costs a trip of 128 KB. There groups
+    are for batches of about half as many tiles of rows as programs: each has one, or two.
     """
-    return Tree(512, 8) if is_few(heads, one_query) else Tree(1024, 1)
+    return Tree(512, 8) if is_few(heads, one_query) else Tree(1024, 4)

@@ -14,14 +14,15 @@ triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
 
 SHARED_BYTES = 227 << 10
-FLOATS = ("lse", "acc", "row_max", "row_sum", "sum", "levels", "scores")
-HALVES = ("q", "k_nope", "k_rope", "v", "out", "pages", "x", "weight", "parts")
+FLOATS = ("lse", "acc", "row_max", "row_sum", "sum", "levels", "tops", "tile_sums")
+HALVES = ("q", "k_nope", "k_rope", "v", "out", "pages", "x", "weight", "weights", "parts")
 
 PREFILL = {
     "HEADS": 128, "BLOCK": 128, "STAGES": 2, "MODE": 1, "RESUMES": False, "SUSPENDS": False, "WANTS_LSE": True,
 }  # fmt: skip
 DECODE = {
-    "HEADS": 128, "PAGE": 64, "LEAF": 1024, "TILE": 64, "STAGES": 2, "MULTI": True, "SLOT_ROWS": 64, "WANTS_LSE": True,
+    "HEADS": 128, "PAGE": 64, "LEAF": 1024, "GROUP": 4, "TILE": 64, "STAGES": 2, "MULTI": True, "SLOT_ROWS": 64,
+    "WANTS_LSE": True,
 }  # fmt: skip
 DECODES = {
     "many heads": {},
@@ -32,7 +33,7 @@ DECODES = {
     "few heads": {"HEADS": 8, "SLOT_ROWS": 8, "PAGE": 16},
     "no sums": {"MULTI": False, "PAGE": 16, "WANTS_LSE": False},
 }
-RUN = {name: value for name, value in DECODE.items() if name != "LEAF"} | {"TOGETHER": False}
+RUN = {name: value for name, value in DECODE.items() if name not in ("LEAF", "GROUP")} | {"TOGETHER": False}
 RUNS = {
     "one query": {"MULTI": False, "WANTS_LSE": False},
     "small pages": {"PAGE": 16},
@@ -109,6 +110,8 @@ def test_decode(name: str) -> None:
     assert "wgmma.mma_async" in got.ptx and not got.serialised
     assert got.shared_bytes <= SHARED_BYTES
     assert not got.spills
+    # Two sums at a time, that nobody waits for.
+    assert "atom.global.gpu.relaxed.add.v2.f32" in got.ptx
 
 
 APART = {"HEADS": 128, "PAGE": 64, "LEAF": 1024, "TILE": 64}
@@ -116,21 +119,22 @@ APARTS = {"128 heads": {}, "48 heads": {"HEADS": 48}, "smallest pages": {"PAGE":
 
 
 @pytest.mark.parametrize("name", usual(APARTS, "128 heads", "smallest pages"))
-def test_scores_and_values_apart(name: str) -> None:
-    from kernels.mla_decode.hopper.apart import COLUMNS, PROGRAMS, REGISTERS, STAGES
-    from kernels.mla_decode.hopper.score_kernel import score_tiles
-    from kernels.mla_decode.hopper.weigh_kernel import weigh_values
+def test_weights_and_values_apart(name: str) -> None:
+    from kernels.mla_decode.hopper.apart import PROGRAMS, REGISTERS, STAGES
+    from kernels.mla_decode.hopper.columns_kernel import sum_columns
+    from kernels.mla_decode.hopper.tile_kernel import weigh_latents
 
     shape = APART | APARTS[name]
     height, tiles = min(shape["PAGE"], 64), -(-shape["HEADS"] // 64)
     boxes = {"q_half_desc": [64, 256], "q_rope_desc": [64, 64], "half_desc": [height, 256], "rope_desc": [height, 64]}
-    types = kinds(score_tiles.arg_names, boxes)
-    scores = compile_gluon(score_tiles, shape | {"STAGES": 3 - tiles}, types, maxnreg=REGISTERS)
-    types = kinds(weigh_values.arg_names, {"columns_desc": [height, COLUMNS]})
-    types["scores_desc"] = descriptor("fp32", [128, 32], 32)
-    constants = {"STAGES": STAGES, "COLUMNS": COLUMNS, "SLOT_ROWS": 64, "WANTS_LSE": True}
-    values = compile_gluon(weigh_values, shape | constants, types, maxnreg=REGISTERS)
-    for got, programs in ((scores, 1), (values, PROGRAMS)):
+    types = kinds(weigh_latents.arg_names, boxes)
+    weights = compile_gluon(weigh_latents, shape | {"STAGES": 3 - tiles}, types, maxnreg=REGISTERS)
+    built = [(weights, 1)]
+    for columns, stages in STAGES.items():
+        types = kinds(sum_columns.arg_names, {"weights_desc": [64, 64], "columns_desc": [height, columns]})
+        constants = {"STAGES": stages, "COLUMNS": columns, "SLOT_ROWS": 64, "WANTS_LSE": True}
+        built.append((compile_gluon(sum_columns, shape | constants, types, maxnreg=REGISTERS), PROGRAMS))
+    for got, programs in built:
         assert "wgmma.mma_async" in got.ptx and not got.serialised
         assert got.shared_bytes <= SHARED_BYTES // programs
         assert not got.spills
@@ -230,12 +234,28 @@ def test_the_plain_kernels_spill_nothing() -> None:
         (fold_leaves, fold, 4),
         (
             fold_shared,
-            {"HEADS": 16, "LEAVES_PER_GROUP": 8, "ROWS": 16, "SLOT_ROWS": 16, "LATENT": 512, "WANTS_LSE": True},
+            {
+                "HEADS": 16,
+                "LEAVES_PER_GROUP": 8,
+                "WHOLE": False,
+                "ROWS": 16,
+                "SLOT_ROWS": 16,
+                "LATENT": 512,
+                "WANTS_LSE": True,
+            },
             4,
         ),
         (
             fold_shared,
-            {"HEADS": 128, "LEAVES_PER_GROUP": 1, "ROWS": 64, "SLOT_ROWS": 64, "LATENT": 512, "WANTS_LSE": True},
+            {
+                "HEADS": 128,
+                "LEAVES_PER_GROUP": 4,
+                "WHOLE": True,
+                "ROWS": 64,
+                "SLOT_ROWS": 64,
+                "LATENT": 512,
+                "WANTS_LSE": True,
+            },
             4,
         ),
         (attend_tile, TILE, 8),

@@ -10,6 +10,7 @@ from kernels.graph_capture import graph_capture
 from kernels.mla_decode import MlaDecodePlan, mla_decode
 from kernels.mla_decode import plan as plan_module
 from kernels.mla_decode.tree_sizes import tree_of
+from kernels.softmax import LOG2_E
 from tests.kernels.compare import assert_lse, assert_output, assert_same_bits
 from tests.kernels.conftest import INTERPRETING
 from tests.kernels.inputs import running_sums
@@ -165,7 +166,7 @@ def test_bits_do_not_depend_on_who_computes_which_part(heads: int, new: int) -> 
 @pytest.mark.gpu
 @pytest.mark.parametrize("page_tokens", [8, 64])
 @pytest.mark.parametrize("heads", [20, 64, 128])
-def test_bits_do_not_depend_on_whether_scores_have_a_launch_of_their_own(
+def test_bits_do_not_depend_on_whether_weights_have_a_launch_of_their_own(
     monkeypatch: pytest.MonkeyPatch, heads: int, page_tokens: int
 ) -> None:
     target = _cuda()
@@ -178,26 +179,28 @@ def test_bits_do_not_depend_on_whether_scores_have_a_launch_of_their_own(
         where = (case.pages, case.block_tables[rows], given[rows])
         longest = max(*lengths[rows], 1)
         results = []
-        for most in (0, 20):
+        for most, least_wide in ((0, 99), (20, 99), (20, 1)):
             monkeypatch.setattr(plan_module, "MOST_LEAVES_APART", most)
+            monkeypatch.setattr(plan_module, "LEAST_LEAVES_WIDE", least_wide)
             plan = MlaDecodePlan(group, longest, heads)
-            assert plan.has_scores_apart(group) == (most > 0)
+            assert plan.has_weights_apart(group) == (most > 0)
             plan.prepare(given[rows])
             options = {"scale": SCALE, "max_seqlen_k": longest, "plan": plan, "backend": target.backend}
             results.append(with_lse(mla_decode, q[rows], *where, **options))
-        assert_same_bits(results[1][0], results[0][0])
-        assert_same_bits(results[1][1], results[0][1])
+        for out, lse in results[1:]:
+            assert_same_bits(out, results[0][0])
+            assert_same_bits(lse, results[0][1])
 
 
 @pytest.mark.gpu
-def test_scores_of_a_launch_of_their_own_follow_a_captured_plan() -> None:
+def test_weights_of_a_launch_of_their_own_follow_a_captured_plan() -> None:
     """Lengths that end anywhere, the last pages full of NaN."""
     target = _cuda()
     case = make([(8 * LEAF - 1, 1)], target, page_tokens=64)
     q = latent_queries(case, 128)
     lengths = case.seqlens_k.clone()
     plan = MlaDecodePlan(1, 8 * LEAF, 128)
-    assert plan.has_scores_apart(1)
+    assert plan.has_weights_apart(1)
     out = torch.empty((1, 128, LATENT), dtype=q.dtype, device="cuda")
     where = (case.pages, case.block_tables, lengths)
 
@@ -219,27 +222,42 @@ def test_scores_of_a_launch_of_their_own_follow_a_captured_plan() -> None:
         out.fill_(float("nan"))
         graph.replay()
         whole = MlaDecodePlan(1, 100 * LEAF, 128)
-        assert not whole.has_scores_apart(1)
+        assert not whole.has_weights_apart(1)
         whole.prepare(lengths)
         assert_same_bits(out, mla_decode(q, *where, scale=SCALE, plan=whole))
 
 
 @pytest.mark.gpu
-def test_later_leaves_may_outweigh_the_first_by_far() -> None:
-    """So far that a sum's reference has to move; and whoever computes which part moves it alike."""
+@pytest.mark.parametrize("rise", [0.0, 0.3, 5.0, -5.0, 60.0])
+def test_bases_that_move_change_no_bit(monkeypatch: pytest.MonkeyPatch, rise: float) -> None:
+    """Whoever computes which part, each with bases of its own; scores rise by that many powers of two from tile to
+    tile, or are far apart."""
     target = _cuda()
-    case = make([(9 * LEAF + 3, 1), (3 * LEAF, 1)], target)
-    q = latent_queries(case, 128) * 100
+    case = make([(9 * LEAF + 3, 1), (3 * LEAF, 1)], target, page_tokens=64)
+    q = latent_queries(case, 128) * (1 if rise else 100)
+    if rise:
+        # One element of a query, 1 / (scale * log2 e), meets the number of its tile, times the rise.
+        q[..., LATENT] = 1 / (SCALE * LOG2_E)
+        for seq, latents in enumerate(case.latents):
+            tile = torch.arange(latents.shape[0], device=target.device) // 64
+            latents[:, LATENT] = (tile * rise).to(latents.dtype)
+            pages = case.block_tables[seq, : -(-latents.shape[0] // 64)].long()
+            rows = torch.zeros((len(pages) * 64, WIDTH), dtype=latents.dtype, device=target.device)
+            rows[: latents.shape[0]] = latents
+            case.pages[pages] = rows.view(-1, 64, WIDTH)
     wanted, wanted_lse = truth(case, q)
     results = []
-    for programs in (1, 1000):
+    for programs, most in ((1, 0), (3, 0), (1000, 0), (1000, 1000)):
+        monkeypatch.setattr(plan_module, "MOST_LEAVES_APART", most)
         plan = MlaDecodePlan(2, 10 * LEAF, 128, programs=programs)
+        assert plan.has_weights_apart(2) == (most > 0)
         plan.prepare(case.seqlens_k)
         results.append(run(case, q, target, plan))
     assert_output(results[0][0], wanted)
     torch.testing.assert_close(results[0][1].double(), wanted_lse.double(), rtol=1e-4, atol=1e-2)
-    assert_same_bits(results[1][0], results[0][0])
-    assert_same_bits(results[1][1], results[0][1])
+    for out, lse in results[1:]:
+        assert_same_bits(out, results[0][0])
+        assert_same_bits(lse, results[0][1])
 
 
 @pytest.mark.gpu

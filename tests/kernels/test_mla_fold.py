@@ -1,4 +1,6 @@
-"""The fold of a latent decode that was cut by load: any number of units, parts and rows, in both of its forms."""
+"""The folds of a latent decode: of what was cut by load, in both of its forms, and of leaves and groups of leaves."""
+
+from functools import reduce
 
 import pytest
 import torch
@@ -74,3 +76,48 @@ def test_parts_of_a_unit_are_weighed_by_their_sums(
         wanted_lse[first_row : first_row + rows] = torch.log(total)[:rows]
     torch.testing.assert_close(out.view(-1, 512).double(), wanted, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(lse.T.flatten().double(), wanted_lse, rtol=1e-4, atol=1e-4)
+
+
+State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def added(a: State, b: State) -> State:
+    """The softmax state of two, in fp32."""
+    top = torch.maximum(a[1], b[1])
+    keep, weight = torch.exp2(a[1] - top), torch.exp2(b[1] - top)
+    return a[0] * keep[:, None] + b[0] * weight[:, None], top, a[2] * keep + b[2] * weight
+
+
+@pytest.mark.parametrize("are_leaves", [True, False])
+@pytest.mark.parametrize("parts", [1, 4, 5, 8, 9, 21])
+def test_leaves_are_folded_by_groups_and_these_in_order(
+    target: Target, monkeypatch: pytest.MonkeyPatch, parts: int, are_leaves: bool
+) -> None:
+    """Another order of additions is off by more than the tolerance somewhere."""
+    if target.backend is Backend.REFERENCE:
+        pytest.skip("the reference cuts nothing")
+    from kernels.mla_decode.hopper import fold as module
+
+    if target.device == "cpu":
+        monkeypatch.setattr(tl.extra.cuda, "gdc_wait", lambda: None)
+        monkeypatch.setattr(module, "scaled", lambda x, factor: x * factor)
+        monkeypatch.setattr(module, "plus", lambda x, y: x + y)
+    torch.manual_seed(parts)
+    plan = MlaDecodePlan(2, parts * 4096, 48, programs=110, device=target.device)
+    assert plan.tree.leaves_per_group == 4
+    plan.counts.copy_(torch.tensor([parts, 1 if are_leaves else 4, 1]))
+    plan.shared[0] = torch.tensor([1, 1, parts, 3])
+    plan.acc.normal_()
+    plan.row_max.copy_(torch.randint(-9, 9, plan.row_max.shape))
+    plan.row_sum.uniform_(0.5, 2.0)
+    plan.row_max[4], plan.row_sum[4], plan.acc[4] = -1.0e20, 0.0, 0.0  # a part that has seen no key
+    out = torch.full((2, 48, 512), 7.0, device=target.device)
+    module.fold(plan, 1, out, None)
+    # Eight columns of a row, then eight of the next.
+    values = plan.acc.view(-1, 64, plan.slot_rows, 8).transpose(1, 2).reshape(-1, plan.slot_rows, 512)
+    states = [(values[3 + part], plan.row_max[3 + part], plan.row_sum[3 + part]) for part in range(parts)]
+    groups = [states[first : first + 4] for first in range(0, parts, 4)] if are_leaves else [states]
+    acc, _, row_sum = reduce(added, [reduce(added, group) for group in groups])
+    # The kernel multiplies by a reciprocal.
+    torch.testing.assert_close(out[1], acc * (1.0 / row_sum)[:, None], rtol=1e-6, atol=0.0)
+    assert bool((out[0] == 7.0).all())

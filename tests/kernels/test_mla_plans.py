@@ -70,13 +70,13 @@ def test_decode_attends_to_every_leaf_of_every_tile_once(
 
 
 @pytest.mark.parametrize(("heads", "lengths"), [(128, [9217]), (128, [0]), (20, [2055, 1024]), (64, [3, 10240])])
-def test_every_item_is_a_leaf_where_scores_have_a_launch_of_their_own(
+def test_every_item_is_a_leaf_where_weights_have_a_launch_of_their_own(
     target: Target, heads: int, lengths: list[int]
 ) -> None:
     """And the tiles of a leaf follow each other: the first launch takes them together."""
     device = planner(target)
     plan = MlaDecodePlan(len(lengths), max(*lengths, 1), heads, programs=132, device=device)
-    assert plan.has_scores_apart(len(lengths)) and not plan.has_scores_apart(len(lengths) + 1)
+    assert plan.has_weights_apart(len(lengths)) and not plan.has_weights_apart(len(lengths) + 1)
     plan.prepare(torch.tensor(lengths, dtype=torch.int32, device=device))
     items = plan.items[: int(plan.counts[0])].tolist()
     assert all(leaves == 1 for *_, leaves, _, _ in items)
@@ -88,17 +88,17 @@ def test_every_item_is_a_leaf_where_scores_have_a_launch_of_their_own(
     assert {(group[0][0], group[0][4]) for group in groups} == leaves and len(groups) == len(leaves)
     slots = [item[7] for item in items if item[7] >= 0]
     assert sorted(slots) == list(range(len(slots))) and len(slots) <= plan.acc.shape[0]
-    assert len(items) * plan.tree.leaf <= plan.scores.shape[0]
+    assert len(items) * plan.tree.leaf <= plan.weights.shape[0] == plan.tops.shape[0] == plan.tile_sums.shape[0]
 
 
 @pytest.mark.parametrize(
     ("heads", "longest", "options", "most"),
     [
-        (128, 8192, {}, 1),
-        (128, 10240, {}, 1),
-        (128, 10241, {}, 0),
-        (128, 2048, {}, 5),
-        (64, 8192, {}, 2),
+        (128, 8192, {}, 2),
+        (128, 16384, {}, 1),
+        (128, 16385, {}, 0),
+        (128, 2048, {}, 8),
+        (64, 8192, {}, 4),
         (64, 8192, {"programs": 1}, 1),
         (64, 8192, {"max_q_tokens": 2}, 0),
         (64, 8192, {"by_load": True}, 0),
@@ -106,11 +106,11 @@ def test_every_item_is_a_leaf_where_scores_have_a_launch_of_their_own(
         (192, 1024, {}, 0),
     ],
 )
-def test_scores_have_a_launch_of_their_own_where_leaves_are_few(
+def test_weights_have_a_launch_of_their_own_where_leaves_are_few(
     heads: int, longest: int, options: dict[str, object], most: int
 ) -> None:
     plan = MlaDecodePlan(8, longest, heads, device="cpu", **{"programs": 132, **options})
-    assert [plan.has_scores_apart(num_seqs) for num_seqs in range(9)] == [0 < num <= most for num in range(9)]
+    assert [plan.has_weights_apart(num_seqs) for num_seqs in range(9)] == [0 < num <= most for num in range(9)]
 
 
 def test_decode_shares_out_whole_groups_where_that_keeps_the_programs_busy(target: Target) -> None:
@@ -133,8 +133,9 @@ def test_one_latent_more_makes_no_program_much_busier(target: Target, heads: int
         plan.prepare(torch.full((sequences,), latents, dtype=torch.int32, device=device))
         sizes = sizes_of(plan)
         busiest.append(max(sum(sizes[program::132]) for program in range(132)))
-        steps.append(int(plan.counts[1]))
-    assert steps[0] == steps[1] and busiest[1] <= busiest[0] + 2
+        # Where nothing is shared out there is no step.
+        steps += [int(plan.counts[1])] if int(plan.counts[2]) else []
+    assert len(set(steps)) <= 1 and busiest[1] <= busiest[0] + 2
 
 
 def merges(plan: MlaDecodePlan, parts_of: dict[int, list[int]]) -> bool:

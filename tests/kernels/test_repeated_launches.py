@@ -65,7 +65,7 @@ def mla_decode_launch() -> Launch:
     case = make_latents([(8190, 1)], 1, device="cuda", page_tokens=64)
     q = torch.randn(1, 128, WIDTH, generator=torch.Generator().manual_seed(1)).to(case.pages.dtype).cuda()
     plan = MlaDecodePlan(1, 8192, 128)
-    assert plan.has_scores_apart(1)
+    assert plan.has_weights_apart(1)
     plan.prepare(case.seqlens_k)
 
     def launch() -> tuple[torch.Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Launches mla_decode's kernels for few sequences: of scores, and behind it of softmax and values."""
+"""Launches mla_decode's kernels for few sequences: of weights, and behind it of values."""
 
 import torch
 from triton.experimental.gluon import language as gl
@@ -6,15 +6,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.mla_decode.call import MlaDecodeCall
 from kernels.mla_decode.hopper import WIDTH
-from kernels.mla_decode.hopper.score_kernel import score_tiles
-from kernels.mla_decode.hopper.weigh_kernel import weigh_values
+from kernels.mla_decode.hopper.columns_kernel import sum_columns
+from kernels.mla_decode.hopper.tile_kernel import weigh_latents
 from kernels.mla_decode.plan import MlaDecodePlan
 from kernels.mla_decode.tree_sizes import TILE
 from kernels.softmax import LOG2_E
 
-# Registers of both launches; of the second one columns, as many as a box of rotary parts has, stages, and programs a
-# multiprocessor.
-REGISTERS, COLUMNS, STAGES, PROGRAMS = 128, 64, 4, 2
+# Registers of both launches, and programs of the second one that a multiprocessor has room for.
+REGISTERS, PROGRAMS = 128, 2
+# Stages of the second one by its columns.
+STAGES = {64: 6, 128: 4}
 
 
 def launch_apart(
@@ -24,14 +25,17 @@ def launch_apart(
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
-    """Launches what makes the scores and, behind it, what makes values of them, leaf by leaf."""
+    """Launches what makes the weights and, behind it, what sums values with them, leaf by leaf."""
     where = (plan.items, plan.counts, call.block_tables)
     strides = (call.pages.stride(0) // WIDTH, call.block_tables.stride(0))
     shape = {"HEADS": plan.heads, "PAGE": call.pages.shape[1], "LEAF": plan.tree.leaf, "TILE": TILE}
-    score_tiles[(plan.programs,)](
+    weigh_latents[(plan.programs,)](
         *descs,
-        plan.scores,
+        plan.weights,
+        plan.tops,
+        plan.tile_sums,
         *where,
+        call.scale * LOG2_E,
         *strides,
         **shape,
         # Of queries and latents a program has room for three tiles.
@@ -39,23 +43,24 @@ def launch_apart(
         num_warps=4,
         maxnreg=REGISTERS,
     )
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    scores = plan.scores.view(-1, 32)
-    weigh_values[(plan.programs * PROGRAMS,)](
-        TensorDescriptor(scores, list(scores.shape), [32, 1], [64 * TILE // 32, 32], layout),
-        descs[3],
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    columns, latents = plan.columns_apart(call.num_seqs), descs[3]
+    sum_columns[(plan.programs * PROGRAMS,)](
+        TensorDescriptor(plan.weights, list(plan.weights.shape), [TILE, 1], [64, TILE], layout),
+        TensorDescriptor(latents.base, latents.shape, latents.strides, [latents.block_shape[0], columns], layout),
         out,
         lse if lse is not None else plan.row_max,
         plan.acc,
         plan.row_max,
         plan.row_sum,
+        plan.tops,
+        plan.tile_sums,
         *where,
-        call.scale * LOG2_E,
         call.q.shape[0],
         *strides,
         **shape,
-        STAGES=STAGES,
-        COLUMNS=COLUMNS,
+        STAGES=STAGES[columns],
+        COLUMNS=columns,
         SLOT_ROWS=plan.slot_rows,
         WANTS_LSE=lse is not None,
         num_warps=4,

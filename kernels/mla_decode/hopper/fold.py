@@ -1,7 +1,6 @@
 """Folds the partial results of a planned launch: a launch of its own, so that many programs share the reading.
 
-It is launched before the parts are there, and waits; leaves are folded in ascending order, to their group first where
-the plan's tree has groups.
+It is launched before the parts are there, and waits; leaves are folded in ascending order, to their group first.
 """
 
 import torch
@@ -28,22 +27,26 @@ def plus(x, y):
 
 
 @triton.jit
-def joined(acc, row_max, row_sum, part, LEAVES_PER_GROUP: tl.constexpr):
+def joined(acc, row_max, row_sum, part, WHOLE: tl.constexpr):
     """Returns the softmax state of a sum and one more part."""
     part_acc, part_max, part_sum = part
-    if LEAVES_PER_GROUP == 1:
-        # The reference moves only where a leaf rises far above it.
-        new_max = tl.where(part_max > row_max + 64.0, part_max, row_max)
-    else:
-        new_max = tl.maximum(row_max, part_max)
+    new_max = tl.maximum(row_max, part_max)
     keep = tl.exp2(row_max - new_max)
     weight = tl.exp2(part_max - new_max)
     zeros = tl.zeros_like(acc)
-    if LEAVES_PER_GROUP == 1:
+    if WHOLE:
         acc = plus(scaled(acc, zeros + keep), scaled(part_acc, zeros + weight))
     else:
         acc = tl.fma(acc, zeros + keep, part_acc * weight)
     return acc, new_max, tl.fma(row_sum, keep, part_sum * weight)
+
+
+@triton.jit
+def level_of(base, row_sum):
+    """Returns the logarithm to base 2 of a sum of weights relative to a whole number; whole.py rounds identically."""
+    bits = row_sum.to(tl.int32, bitcast=True)
+    share = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
+    return base + ((bits >> 23) - 127).to(tl.float32) + tl.log2(share)
 
 
 @triton.jit
@@ -56,22 +59,63 @@ def load_part(partials, slot, ok, at, row, ROWS: tl.constexpr, LATENT: tl.conste
 
 
 @triton.jit
-def fold_parts(
-    partials, first, count, at, row, LEAVES_PER_GROUP: tl.constexpr, ROWS: tl.constexpr, LATENT: tl.constexpr
-):
+def load_four(partials, first, count, at, row, ROWS: tl.constexpr, LATENT: tl.constexpr):
+    """Returns four parts, of which there are `count`."""
+    a = load_part(partials, first, count > 0, at, row, ROWS, LATENT)
+    b = load_part(partials, first + 1, count > 1, at, row, ROWS, LATENT)
+    c = load_part(partials, first + 2, count > 2, at, row, ROWS, LATENT)
+    d = load_part(partials, first + 3, count > 3, at, row, ROWS, LATENT)
+    return a, b, c, d
+
+
+@triton.jit
+def add_four(state, parts, WHOLE: tl.constexpr):
+    """Returns a softmax state with four more parts, in order."""
+    acc, row_max, row_sum = state
+    acc, row_max, row_sum = joined(acc, row_max, row_sum, parts[0], WHOLE)
+    acc, row_max, row_sum = joined(acc, row_max, row_sum, parts[1], WHOLE)
+    acc, row_max, row_sum = joined(acc, row_max, row_sum, parts[2], WHOLE)
+    acc, row_max, row_sum = joined(acc, row_max, row_sum, parts[3], WHOLE)
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def no_keys(LATENT: tl.constexpr):
+    return tl.zeros([LATENT], tl.float32), tl.full([], NO_KEYS, tl.float32), 0.0
+
+
+@triton.jit
+def fold_parts(partials, first, count, at, row, ROWS: tl.constexpr, LATENT: tl.constexpr):
     """Returns the sum of these parts, in order; loads of four are in flight at a time."""
-    row_max = tl.full([], NO_KEYS, tl.float32)
-    row_sum = 0.0
-    acc = tl.zeros([LATENT], tl.float32)
+    acc, row_max, row_sum = no_keys(LATENT)
     for part in tl.range(0, count, 4):
-        a = load_part(partials, first + part, part < count, at, row, ROWS, LATENT)
-        b = load_part(partials, first + part + 1, part + 1 < count, at, row, ROWS, LATENT)
-        c = load_part(partials, first + part + 2, part + 2 < count, at, row, ROWS, LATENT)
-        d = load_part(partials, first + part + 3, part + 3 < count, at, row, ROWS, LATENT)
-        acc, row_max, row_sum = joined(acc, row_max, row_sum, a, LEAVES_PER_GROUP)
-        acc, row_max, row_sum = joined(acc, row_max, row_sum, b, LEAVES_PER_GROUP)
-        acc, row_max, row_sum = joined(acc, row_max, row_sum, c, LEAVES_PER_GROUP)
-        acc, row_max, row_sum = joined(acc, row_max, row_sum, d, LEAVES_PER_GROUP)
+        parts = load_four(partials, first + part, count - part, at, row, ROWS, LATENT)
+        acc, row_max, row_sum = add_four((acc, row_max, row_sum), parts, False)
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def add_fours(state, parts, are_leaves, LATENT: tl.constexpr):
+    """Returns a softmax state with four leaves that are a group, or with four groups."""
+    acc, row_max, row_sum = state
+    if are_leaves:
+        group = add_four(no_keys(LATENT), parts, True)
+        acc, row_max, row_sum = joined(acc, row_max, row_sum, group, True)
+    else:
+        acc, row_max, row_sum = add_four((acc, row_max, row_sum), parts, True)
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def fold_whole(partials, first, count, are_leaves, at, row, ROWS: tl.constexpr, LATENT: tl.constexpr):
+    """Returns the sum of parts whose bases are whole numbers: of groups, or of leaves, of which four are a group. Loads
+    of eight are in flight at a time."""
+    acc, row_max, row_sum = no_keys(LATENT)
+    for part in tl.range(0, count, 8):
+        a = load_four(partials, first + part, count - part, at, row, ROWS, LATENT)
+        b = load_four(partials, first + part + 4, count - part - 4, at, row, ROWS, LATENT)
+        acc, row_max, row_sum = add_fours((acc, row_max, row_sum), a, are_leaves, LATENT)
+        acc, row_max, row_sum = add_fours((acc, row_max, row_sum), b, are_leaves, LATENT)
     return acc, row_max, row_sum
 
 
@@ -96,6 +140,7 @@ def fold_shared(
     num_tokens,
     HEADS: tl.constexpr,
     LEAVES_PER_GROUP: tl.constexpr,
+    WHOLE: tl.constexpr,
     ROWS: tl.constexpr,
     SLOT_ROWS: tl.constexpr,
     LATENT: tl.constexpr,
@@ -114,26 +159,25 @@ def fold_shared(
     at = d // 8 * (SLOT_ROWS * 8) + d % 8 + row % ROWS * 8
     while index < sequences:
         if row < rows:
-            if (LEAVES_PER_GROUP == 1) | (per_group == 1):
-                acc, row_max, row_sum = fold_parts(
-                    partials, first, parts, at, row % ROWS, LEAVES_PER_GROUP, SLOT_ROWS, LATENT
+            if WHOLE:
+                acc, row_max, row_sum = fold_whole(
+                    partials, first, parts, per_group > 1, at, row % ROWS, SLOT_ROWS, LATENT
                 )
+            elif per_group == 1:
+                acc, row_max, row_sum = fold_parts(partials, first, parts, at, row % ROWS, SLOT_ROWS, LATENT)
             else:
-                row_max = tl.full([], NO_KEYS, tl.float32)
-                row_sum = 0.0
-                acc = tl.zeros([LATENT], tl.float32)
+                acc, row_max, row_sum = no_keys(LATENT)
                 for start in tl.range(0, parts, per_group):
-                    group = fold_parts(
-                        partials, first + start, tl.minimum(per_group, parts - start), at, row % ROWS,
-                        LEAVES_PER_GROUP, SLOT_ROWS, LATENT,
-                    )  # fmt: skip
-                    acc, row_max, row_sum = joined(
-                        acc, row_max, row_sum, (group[0], group[1], group[2]), LEAVES_PER_GROUP
-                    )
+                    some = tl.minimum(per_group, parts - start)
+                    group = fold_parts(partials, first + start, some, at, row % ROWS, SLOT_ROWS, LATENT)
+                    acc, row_max, row_sum = joined(acc, row_max, row_sum, group, False)
             share = 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)
             tl.store(out_ptr + (q_start * HEADS + row) * LATENT + d, (acc * share).to(out_ptr.dtype.element_ty))
             if WANTS_LSE:
-                lse = tl.where(row_sum == 0.0, float("-inf"), (row_max + tl.log2(row_sum)) * LN_2)
+                level = row_max + tl.log2(row_sum)
+                if WHOLE:
+                    level = level_of(row_max, row_sum)
+                lse = tl.where(row_sum == 0.0, float("-inf"), level * LN_2)
                 tl.store(lse_ptr + (row % HEADS).to(tl.int64) * num_tokens + q_start + row // HEADS, lse)
         index += tl.num_programs(1)
         q_start, rows, parts, first = unit_of(shared_ptr, tl.minimum(index, sequences - 1), row, HEADS, ROWS)
@@ -153,6 +197,7 @@ def fold(plan: MlaDecodePlan, num_seqs: int, out: torch.Tensor, lse: torch.Tenso
         out.shape[0],
         HEADS=plan.heads,
         LEAVES_PER_GROUP=plan.tree.leaves_per_group,
+        WHOLE=not plan.few,
         ROWS=plan.rows,
         SLOT_ROWS=plan.slot_rows,
         LATENT=LATENT,

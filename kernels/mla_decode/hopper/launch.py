@@ -36,7 +36,7 @@ def launch(call: MlaDecodeCall, plan: MlaDecodePlan | None, out: torch.Tensor, l
     descs = _descriptors(q, pages, plan.rows)
     together = plan.folds_together(call.num_seqs)
     with torch.cuda.device(q.device):
-        if plan.has_scores_apart(call.num_seqs):
+        if plan.has_weights_apart(call.num_seqs):
             launch_apart(call, plan, descs, out, lse)
             fold(plan, call.num_seqs, out, lse)
             return
@@ -107,4 +107,4 @@ def _kernel_of(
     leaves = (plan.acc, plan.row_max, plan.row_sum, plan.sums, plan.items, plan.counts)
     if plan.few:
         return attend_latents_few, leaves, options | {"LEAVES_PER_GROUP": plan.tree.leaves_per_group}
-    return attend_latents, leaves, options | {"SLOT_ROWS": plan.slot_rows}
+    return attend_latents, leaves, options | {"GROUP": plan.tree.leaves_per_group, "SLOT_ROWS": plan.slot_rows}

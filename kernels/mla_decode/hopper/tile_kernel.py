@@ -1,19 +1,22 @@
-"""mla_decode in Gluon for Hopper where sequences are few, first launch: scores of all heads, tile by tile of latents.
+"""mla_decode in Gluon for Hopper where sequences are few, first launch: weights of all heads, tile by tile of latents.
 
 A program takes a tile of latents at a time, so one sequence keeps as many programs busy as it has tiles. Queries stay
 while its tiles are of one sequence.
 
     producer       copies the latents, a page's rows at a time, and the queries
-    consumer       scores = q . latent over all 576 dimensions, 64 rows at a time, to memory
+    consumer       scores = q . latent over all 576 dimensions, 64 rows at a time; weights by the tile's own top, that
+                   and their sums to memory
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from kernels.hopper.gathered.weights import top_of, weights_of_scores
 from kernels.hopper.launches import allow_next_launch
 from kernels.mla_decode.hopper.stream import box_rows, copy_boxes
-from kernels.mla_decode.hopper.tile_scores import store_scores
+from kernels.mla_decode.hopper.tile_weights import store_weights
+from kernels.softmax.triton import MASKED
 
 
 @gluon.jit
@@ -80,7 +83,8 @@ def stream_tiles(
 
 
 @gluon.jit
-def multiply_tiles(scores_ptr, plan, shared, bars, LEAF: gl.constexpr, TILE: gl.constexpr):
+def weigh_tiles(made, scale_log2, plan, shared, bars, LEAF: gl.constexpr, TILE: gl.constexpr):
+    weights_ptr, tops_ptr, tile_sums_ptr = made
     items_ptr, counts_ptr, _tables_ptr = plan
     q_left, q_right, q_rope, left, right, rope = shared
     q_full, q_empty, full, empty = bars
@@ -88,6 +92,8 @@ def multiply_tiles(scores_ptr, plan, shared, bars, LEAF: gl.constexpr, TILE: gl.
     STAGES: gl.constexpr = left.shape[0]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE, 16])
     zeros = gl.zeros([64, TILE], gl.float32, SCORES)
+    row = gl.arange(0, 64, gl.SliceLayout(1, SCORES))
+    column = gl.arange(0, TILE, gl.SliceLayout(0, SCORES))
     step = 0
     turn = 0
     held = -1
@@ -111,21 +117,31 @@ def multiply_tiles(scores_ptr, plan, shared, bars, LEAF: gl.constexpr, TILE: gl.
                 scores = warpgroup_mma_wait(0, deps=[part])
                 if tile == TILES - 1:
                     mbarrier.arrive(empty.index(s), count=1)
-                store_scores(scores_ptr, (item + tile) * (LEAF // TILE) + number, scores)
+                if first + TILE > length:
+                    scores = gl.where((first + column)[None, :] < length, scores, MASKED)
+                top = top_of(scores, scale_log2)
+                weights = weights_of_scores(scores, scale_log2, top)
+                place = (item + tile) * (LEAF // TILE) + number
+                store_weights(weights_ptr, place, weights.to(gl.bfloat16))
+                gl.store(tops_ptr + place * 64 + row, top)
+                gl.store(tile_sums_ptr + place * 64 + row, gl.sum(weights, 1))
             step += 1
 
 
 # What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
 @gluon.jit(do_not_specialize=["stride_tables_seq"])
-def score_tiles(
+def weigh_latents(
     q_half_desc,
     q_rope_desc,
     half_desc,
     rope_desc,
-    scores_ptr,
+    weights_ptr,
+    tops_ptr,
+    tile_sums_ptr,
     items_ptr,
     counts_ptr,
     tables_ptr,
+    scale_log2,
     page_rows,
     stride_tables_seq,
     HEADS: gl.constexpr,
@@ -155,12 +171,13 @@ def score_tiles(
     # The second launch waits for what this one stores.
     allow_next_launch()
     plan = (items_ptr, counts_ptr, tables_ptr)
+    made = (weights_ptr, tops_ptr, tile_sums_ptr)
     shared = (q_left, q_right, q_rope, left, right, rope)
     bars = (q_full, q_empty, full, empty)
     # fmt: off
     gl.warp_specialize(
         [
-            (multiply_tiles, (scores_ptr, plan, shared, bars, LEAF, TILE)),
+            (weigh_tiles, (made, scale_log2, plan, shared, bars, LEAF, TILE)),
             (stream_tiles, (q_half_desc, q_rope_desc, half_desc, rope_desc, plan, page_rows, stride_tables_seq,
                             shared, bars, HEADS, PAGE, LEAF, TILE)),
         ],

@@ -1,71 +1,61 @@
-"""mla_decode in Gluon for Hopper where sequences are few, second launch: softmax and values of a leaf.
+"""mla_decode in Gluon for Hopper where sequences are few, second launch: values of a leaf.
 
-The programs of a leaf's 64 rows compute the same weights, and each its own columns of the values.
+A program of a leaf's 64 rows has some columns of the values. Weights come by the top of their own tile; by the largest
+of the leaf they are the same times a power of two, so all products are one chain that never waits.
 
-    producer       copies a tile's scores and columns, these a page's rows at a time
-    consumer       weights from the scores, values
+    producer       copies a tile's weights and columns, these a page's rows at a time
+    consumer       values
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from kernels.hopper.barriers import release_read, thread_barrier
 from kernels.hopper.launches import allow_next_launch, wait_for_last_launch
 from kernels.hopper.registers import opaque
+from kernels.mla_decode.hopper.columns_stream import stream_columns
 from kernels.mla_decode.hopper.leaves import clear_tail, part_at
-from kernels.mla_decode.hopper.scores import masked, weighed
-from kernels.mla_decode.hopper.stream import box_rows, copy_boxes
-from kernels.mla_decode.hopper.tile_scores import scores_of
+from kernels.mla_decode.hopper.tile_weights import weights_of
+from kernels.mla_decode.hopper.whole import level
 from kernels.softmax.triton import LN_2, NO_KEYS
 
 
 @gluon.jit
-def stream_columns(
-    scores_desc,
-    columns_desc,
-    plan,
-    page_rows,
-    stride_tables_seq,
-    shared,
-    bars,
-    PAGE: gl.constexpr,
-    LEAF: gl.constexpr,
-    TILE: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    items_ptr, counts_ptr, tables_ptr = plan
-    scores, values = shared
-    full, empty = bars
-    BLOCKS: gl.constexpr = 512 // COLUMNS
-    BOX: gl.constexpr = PAGE if PAGE < TILE else TILE
-    BOXES: gl.constexpr = TILE // BOX
-    step = 0
-    wait_for_last_launch()
-    for index in range(gl.program_id(0), gl.load(counts_ptr) * BLOCKS, gl.num_programs(0)):
-        at = items_ptr + index // BLOCKS * 8
-        first = gl.load(at + 4) * LEAF
-        stop = gl.minimum(gl.load(at + 6), first + LEAF)
-        row_ptr = tables_ptr + gl.load(at).to(gl.int64) * stride_tables_seq
-        rows = box_rows(row_ptr, first, stop, page_rows, PAGE, BOX, BOXES)
-        for key in range(first, stop, TILE):
-            s = step % STAGES
-            mbarrier.wait(empty.index(s), ((step // STAGES) & 1) ^ 1)
-            mbarrier.expect(full.index(s), TILE * (COLUMNS * 2 + 256))
-            piece = index // BLOCKS * (LEAF // TILE) + (key - first) // TILE
-            tma.async_copy_global_to_shared(scores_desc, [piece * 128, 0], full.index(s), scores.index(s))
-            copy_boxes(columns_desc, index % BLOCKS * COLUMNS, rows, full.index(s), values.index(s), BOX, BOXES)
-            # Read behind this tile's copies, while there is no room for the next.
-            rows = box_rows(row_ptr, key + TILE, stop, page_rows, PAGE, BOX, BOXES)
-            step += 1
+def bring_together(made, shared, place, count, LEAF: gl.constexpr, TILE: gl.constexpr):
+    """Returns the largest top of a leaf's tiles for each row; stores the factors that it gives the tiles' weights, and
+    sums of weights with them."""
+    tops_ptr, tile_sums_ptr = made
+    _, _, factors, sums = shared
+    TABLE: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [2, 2], [1, 0])
+    ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    number = gl.arange(0, LEAF // TILE, gl.SliceLayout(1, TABLE))[:, None]
+    row = gl.arange(0, 64, gl.SliceLayout(0, TABLE))[None, :]
+    at = (place + number) * 64 + row
+    there = (number < count) & (row < 64)
+    tops = gl.load(tops_ptr + at, mask=there, other=NO_KEYS, cache_modifier=".cg")
+    some = gl.load(tile_sums_ptr + at, mask=there, other=0.0, cache_modifier=".cg")
+    top = gl.maximum(gl.max(tops, 0), NO_KEYS)
+    factor = gl.exp2(tops - top[None, :])
+    # All are done with those of the last item.
+    thread_barrier()
+    factors._reinterpret(gl.float32, [LEAF // TILE, 64], ROWS).store(factor)
+    sums._reinterpret(gl.float32, [LEAF // TILE, 64], ROWS).store(some * factor)
+    thread_barrier()
+    return top
+
+
+@gluon.jit
+def copied(half):
+    """Returns 16-bit numbers in registers of their own, which are written behind all waits before."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [half], dtype=half.dtype, is_pure=False, pack=2)
 
 
 @gluon.jit
 def weigh_columns(
     results,
+    made,
     plan,
-    scale_log2,
     num_tokens,
     shared,
     bars,
@@ -78,7 +68,7 @@ def weigh_columns(
     WANTS_LSE: gl.constexpr,
 ):
     items_ptr, counts_ptr, _tables_ptr = plan
-    scores, values = shared
+    weights, values, factors, sums = shared
     full, empty = bars
     BLOCKS: gl.constexpr = 512 // COLUMNS
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE, 16])
@@ -89,33 +79,41 @@ def weigh_columns(
     SR: gl.constexpr = gl.SliceLayout(1, SCORES)
     OR: gl.constexpr = gl.SliceLayout(1, VALUES)
     step = 0
+    wait_for_last_launch()
     for index in range(gl.program_id(0), gl.load(counts_ptr) * BLOCKS, gl.num_programs(0)):
         at = items_ptr + index // BLOCKS * 8
         start = gl.load(at + 4) * LEAF
         length = gl.load(at + 6)
-        last_seen = length - 1 + gl.arange(0, 64, SR) * 0
-        # Above every masked score, so that the weight of one is 0 even in a row that has seen no key yet.
-        row_max = gl.full([64], NO_KEYS, gl.float32, SR)
-        row_sum = gl.full([64], 0.0, gl.float32, SR)
+        count = (gl.minimum(length - start, LEAF) + TILE - 1) // TILE
+        top = bring_together(made, shared, index // BLOCKS * (LEAF // TILE), count, LEAF, TILE)
+        base = gl.convert_layout(top, OR)
+        row_sum = gl.full([64], 0.0, gl.float32, OR)
         acc = gl.zeros([64, COLUMNS], gl.float32, VALUES)
-        for first in range(start, gl.minimum(length, start + LEAF), TILE):
+        for number in range(count):
             s = step % STAGES
             mbarrier.wait(full.index(s), (step // STAGES) & 1)
-            part = masked(scores_of(scores.index(s), SCORES), first, last_seen, 1, length, TILE, SCORES)
-            weights, row_max, decay = weighed(part, row_max, scale_log2)
-            row_sum = gl.fma(row_sum, decay, gl.sum(weights, 1))
-            acc = acc * gl.convert_layout(decay, OR)[:, None]
-            if first + TILE > length:
-                clear_tail(values.index(s), length - first, TILE)
-            half = gl.convert_layout(weights.to(gl.bfloat16), P)
-            product = warpgroup_mma(half, values.index(s), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[product])
-            # All have read the scores before any thread arrives.
-            thread_barrier()
-            release_read(empty.index(s))
+            half = weights_of(weights.index(s), SCORES)
+            half = half * factors.index(number).load(SR).to(gl.bfloat16)[:, None]
+            row_sum = row_sum + sums.index(number).load(OR)
+            if start + (number + 1) * TILE > length:
+                clear_tail(values.index(s), length - start - number * TILE, TILE)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            # Other registers than those that the last product read until here.
+            half = copied(half)
+            product = warpgroup_mma(gl.convert_layout(half, P), values.index(s), acc, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=[product])  # on its way
+            if number > 0:
+                # The last tile's product is done, and all have read its weights.
+                thread_barrier()
+                release_read(empty.index((step + STAGES - 1) % STAGES))
             step += 1
-        sums = (acc, row_max, row_sum)
-        store_columns(results, sums, at, index % BLOCKS, num_tokens, HEADS, COLUMNS, SLOT_ROWS, WANTS_LSE, VALUES)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        thread_barrier()
+        if count > 0:
+            release_read(empty.index((step + STAGES - 1) % STAGES))
+        store_columns(
+            results, (acc, base, row_sum), at, index % BLOCKS, num_tokens, HEADS, COLUMNS, SLOT_ROWS, WANTS_LSE, VALUES
+        )
 
 
 @gluon.jit
@@ -135,7 +133,6 @@ def store_columns(
     out_ptr, lse_ptr, acc_ptr, row_max_ptr, row_sum_ptr = results
     OR: gl.constexpr = gl.SliceLayout(1, VALUES)
     acc, row_max, row_sum = sums
-    row_max, row_sum = gl.convert_layout(row_max, OR), gl.convert_layout(row_sum, OR)
     tile = gl.load(at + 3)
     slot = gl.load(at + 7)
     row = opaque(gl.arange(0, 64, OR))
@@ -152,25 +149,26 @@ def store_columns(
         result = (acc * (1.0 / gl.where(row_sum == 0.0, 1.0, row_sum))[:, None]).to(gl.bfloat16)
         gl.store(out_ptr + (to + row)[:, None] * 512 + dim[None, :], result, mask=live[:, None])
         if WANTS_LSE:
-            lse = gl.where(row_sum == 0.0, float("-inf"), (row_max + gl.log2(row_sum)) * LN_2)
+            lse = level(row_max, row_sum) * LN_2
             lse_at = (tile * 64 + row).to(gl.int64) * num_tokens + q_start
             gl.store(lse_ptr + lse_at, lse, mask=live & (block == 0))
 
 
 # What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
 @gluon.jit(do_not_specialize=["num_tokens", "stride_tables_seq"])
-def weigh_values(
-    scores_desc,
+def sum_columns(
+    weights_desc,
     columns_desc,
     out_ptr,
     lse_ptr,
     acc_ptr,
     row_max_ptr,
     row_sum_ptr,
+    tops_ptr,
+    tile_sums_ptr,
     items_ptr,
     counts_ptr,
     tables_ptr,
-    scale_log2,
     num_tokens,
     page_rows,
     stride_tables_seq,
@@ -183,11 +181,13 @@ def weigh_values(
     SLOT_ROWS: gl.constexpr,
     WANTS_LSE: gl.constexpr,
 ):
-    FLOATS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    scores = gl.allocate_shared_memory(gl.float32, [STAGES, 128, 32], FLOATS)
+    weights = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, TILE], LAYOUT)
     values = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, COLUMNS], LAYOUT)
+    factors = gl.allocate_shared_memory(gl.float32, [LEAF // TILE, 64], VECTOR)
+    sums = gl.allocate_shared_memory(gl.float32, [LEAF // TILE, 64], VECTOR)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     for s in gl.static_range(STAGES):
@@ -197,14 +197,14 @@ def weigh_values(
     allow_next_launch()
     plan = (items_ptr, counts_ptr, tables_ptr)
     results = (out_ptr, lse_ptr, acc_ptr, row_max_ptr, row_sum_ptr)
-    shared = (scores, values)
+    shared = (weights, values, factors, sums)
     bars = (full, empty)
     # fmt: off
     gl.warp_specialize(
         [
-            (weigh_columns, (results, plan, scale_log2, num_tokens, shared, bars,
+            (weigh_columns, (results, (tops_ptr, tile_sums_ptr), plan, num_tokens, shared, bars,
                              HEADS, LEAF, TILE, STAGES, COLUMNS, SLOT_ROWS, WANTS_LSE)),
-            (stream_columns, (scores_desc, columns_desc, plan, page_rows, stride_tables_seq, shared, bars,
+            (stream_columns, (weights_desc, columns_desc, plan, page_rows, stride_tables_seq, shared, bars,
                               PAGE, LEAF, TILE, COLUMNS, STAGES)),
         ],
         [1],
