@@ -92,7 +92,10 @@ def test_what_the_launch_before_writes_late_is_seen(heads: int, lengths: list[in
 
 @pytest.mark.parametrize("lengths", [[8191] * 64, LENGTHS])
 def test_programs_without_room_are_not_waited_for_in_vain(lengths: list[int]) -> None:
-    """Another stream's launch holds most multiprocessors: those that wait for its end would have waited 20 ms."""
+    """Another stream's launch holds most multiprocessors: those that wait for its end would have waited 200 ms.
+
+    That is long enough for a card that other processes use in turns.
+    """
     from tests.kernels.held_multiprocessors import hold_multiprocessors
 
     case = make_latents([(length - 1, 1) for length in lengths], 1, device="cuda")
@@ -105,7 +108,7 @@ def test_programs_without_room_are_not_waited_for_in_vain(lengths: list[int]) ->
     done, free = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     with torch.cuda.stream(beside):
-        hold_multiprocessors[(100,)](torch.zeros(100, dtype=torch.int32, device="cuda"), 20_000_000, num_warps=4)
+        hold_multiprocessors[(100,)](torch.zeros(100, dtype=torch.int32, device="cuda"), 200_000_000, num_warps=4)
         free.record()
     (out,) = attend(case, q, Backend.GLUON, plan, wants_lse=False)
     done.record()
