@@ -17,7 +17,13 @@ from benchmarks.gpu_targets import target
 
 RESULTS = ROOT / "benchmarks/results"
 # The later a file, the newer: what an earlier one has of the same op and case is left out.
-FILES = ("gpu-h200.json", "gpu-h200-decode.json", "gpu-h200-prefill.json", "gpu-h200-attention.json")
+FILES = (
+    "gpu-h200.json",
+    "gpu-h200-decode.json",
+    "gpu-h200-prefill.json",
+    "gpu-h200-attention.json",
+    "gpu-h200-latents.json",
+)
 DOCUMENT = ROOT / "docs/kernels.md"
 BEGIN, END = "<!-- kernel figures -->\n", "<!-- end of kernel figures -->\n"
 HEAD = ("op", "case", "figure", "us", "target", "of ceiling", "best peer")
