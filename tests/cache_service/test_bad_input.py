@@ -13,7 +13,7 @@ from protos.v1 import cache_pb2, types_pb2
 from tests.cache_service.peer import Client, Peer, started
 from tests.core import audit
 from tests.core.snapshot import snapshot
-from tests.rpc.echo import call, code_of
+from tests.rpc.echo import code_of
 from tests.session.messages import PAGE, acquire, full_adopt, full_step, hello, publish, release, tokens, u32, u64
 from tests.session.test_wire_to_service import BAD_HELLOS, BAD_ITEMS, BAD_STEPS, Spoil
 
@@ -247,5 +247,6 @@ async def test_health_and_reflection_take_no_random_bytes_either() -> None:
             make = getattr(client.channel, shape)(f"/{name}/{method}")
             asked = make(b"\xff\xff") if shape == "unary_unary" else make(iter([b"\xff\xff"])).read()
             assert (await code_of(asked))[0] is INVALID
-        code, _ = await code_of(call(client.channel, "NoSuch", b"", name="stemcache.v1.PrefixCache"))
+        # One message: a stream's write that meets the reply is told as INTERNAL by gRPC's own client (grpc/grpc#36066).
+        code, _ = await code_of(client.channel.unary_unary("/stemcache.v1.PrefixCache/NoSuch")(b""))
         assert code is grpc.StatusCode.UNIMPLEMENTED
