@@ -50,8 +50,8 @@ async def test_copies_of_what_is_in_use_outlive_their_ttl_and_a_flush(
 async def test_the_quota_drops_tails_before_heads_after_a_restart_too(
     client: Client, start: Starter, redis: RedisProcess, draw: Draw
 ) -> None:
-    # 255 of the model's pages; each prompt is spilled in four orders.
-    pair = Pair(start, redis, cache={"host_quota_mb": 8, "transfer_pages": 8})
+    # 255 of the model's pages; each prompt is spilled in four orders. No fetch is given up on a busy machine.
+    pair = Pair(start, redis, cache={"host_quota_mb": 8, "transfer_pages": 8}, host_timeout_s=10)
     old, new = [draw(LENGTH) for _ in range(7)], [draw(LENGTH) for _ in range(3)]
     tokens = [await spill(client, pair.cache.address, pair.here, prompt) for prompt in old]
     num_old = PAGES * len(old)
@@ -68,10 +68,10 @@ async def test_the_quota_drops_tails_before_heads_after_a_restart_too(
     assert stats.host_tier.num_spilled_pages == num_new, "what the store has is not written again"
     left = stats.host_tier.num_rows - num_new
     assert num_old / 2 < left < num_old, "the quota was reached"
-    fetched = 0
+    fetched: list[int] = []
     # Newest first: what is computed again is spilled again, and drops what is next in the order.
     for prompt, expected in zip(reversed(old), reversed(tokens), strict=True):
         answer = await client.generate(pair.there, prompt)
         assert answer.tokens == expected
-        fetched += answer.usage.fetched_tokens
-    assert fetched // 16 >= 0.95 * left, f"{fetched // 16} of {left} pages are within reach"
+        fetched.append(answer.usage.fetched_tokens // 16)
+    assert sum(fetched) >= 0.95 * left, f"{fetched} of {left} pages are within reach"

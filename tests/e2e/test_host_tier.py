@@ -97,9 +97,8 @@ class Pair:
         settings_of_cache = {"redis_url": redis.url, "spill": "write_through", "fetch": "always"} | (cache or {})
         self.cache: ServiceProcess = start.cache(**settings_of_cache)
         url = worker_url or redis.url
-        self.workers = start.workers(
-            self.cache.address, 2, host_tier="redis", redis_url=url, host_timeout_s=0.5, **settings
-        )
+        settings_of_workers = {"host_tier": "redis", "redis_url": url, "host_timeout_s": 0.5} | settings
+        self.workers = start.workers(self.cache.address, 2, **settings_of_workers)
         self.here, self.there = (worker.address for worker in self.workers)
 
     def check_running(self) -> None:
