@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from cache_service.clear_marks import FAILURES
 
-# How far apart two touched keys end: more than what a command's way to the store varies by.
+# How far apart two touched keys end, in one batch and in two: more than a scan's reading of their ends varies by.
 TOUCH_GAP_MS = 4
 BATCH_GAP_MS = 100
 
@@ -73,27 +73,31 @@ class KeyChanges:
         """Sends one batch of each kind. Returns False, and leaves both queued, where the store fails."""
         size = self._limits.keys_per_command
         deletes, touches = list(islice(self.deletes, size)), list(islice(self.touches, size))
+        now_ms = self._clock()
         try:
             async with self._client.pipeline(transaction=False) as pipeline:
                 if deletes:
                     pipeline.unlink(*deletes)
-                for key, life_ms in zip(touches, self._lives_in_order(len(touches)), strict=True):
+                for key, life_ms in zip(touches, self._lives_in_order(len(touches), now_ms), strict=True):
                     pipeline.pexpire(key, life_ms)
                 await pipeline.execute()
         except FAILURES as error:
             log.debug("host keys could not be deleted or touched", extra={"reason": str(error)})
             return False
+        finally:
+            # The store may have begun to count as late as this.
+            self._last_end_ms += self._clock() - now_ms
         for queue, done in ((self.deletes, deletes), (self.touches, touches)):
             for _ in done:
                 queue.popleft()
         return True
 
-    def _lives_in_order(self, count: int) -> list[int]:
-        """Returns the times to live of `count` keys, in ms.
+    def _lives_in_order(self, count: int, now_ms: int) -> list[int]:
+        """Returns the times to live of `count` keys from now on, in ms.
 
         Longer than `ttl_ms` where keys would otherwise not end in the order of their touches.
         """
-        now_ms, ttl_ms = self._clock(), self._limits.ttl_ms
+        ttl_ms = self._limits.ttl_ms
         first_ms = max(now_ms + ttl_ms, self._last_end_ms + BATCH_GAP_MS)
         if first_ms > now_ms + ttl_ms + ttl_ms // 8:
             first_ms = now_ms + ttl_ms
