@@ -12,7 +12,7 @@ from cache_service.core.verbs.renewal import FRESH_MS
 from tests.core.driver import FakeWorker
 from tests.core.host_stage import churn, join, stage
 from tests.core.test_cases_pages import span
-from tests.core.world import ABORTED, World, full
+from tests.core.world import ABORTED, World, full, keys
 
 TTL, RENEW = 10_000, 2_500
 
@@ -163,6 +163,20 @@ def test_the_store_learns_the_order_of_a_long_prompt_and_not_of_each_turn() -> N
     worker.spill_all()
     world.manager.tick(world.now_ms)
     assert not set(touched(world)) & set(keys), "a command for each page of each earlier turn"
+
+
+def test_the_store_learns_the_order_whatever_order_acks_come_in() -> None:
+    worker = join(stage(transfer_pages=2), full(40))
+    world = worker.world
+    world.now_ms += 2 * FRESH_MS
+    worker.run(span(1, 16))
+    orders = [order for order, _ in worker.spills]
+    assert [order.first_page for order in orders] == [0, 2, 4, 6]
+    for _ in range(3):
+        worker.do_spill(index=1)
+    world.manager.tick(world.now_ms)
+    names = [key for order in orders for key in keys(order.groups[0])]
+    assert touched(world) == names[:1:-1], "all but the first order's, tails before heads"
 
 
 def test_what_waits_for_its_renewal_may_be_evicted() -> None:

@@ -40,9 +40,10 @@ def note_hit(cache: DeviceCache, node: Node) -> None:
 
 def note_spilled(cache: DeviceCache, node: Node, first_page: int) -> None:
     """Queues the path before newly added rows, from `first_page` on: those before are to be younger."""
-    if first_page == node.start:
+    # Orders are acknowledged in any order.
+    if first_page == node.start or not node.renewed_ms:
         node.renewed_ms = cache.now_ms
-    elif first_page > node.start:
+    if first_page > node.start:
         cache.renewals[node] = cache.renewals.get(node, False) or cache.now_ms - node.renewed_ms < FRESH_MS
     step = node.parent
     while first_page and step is not None and step.parent is not None:
