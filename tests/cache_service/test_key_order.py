@@ -1,4 +1,4 @@
-"""The order of use stands in keys' times to live, however late the store gets to a batch."""
+"""Keys expire in the order in which they were touched, even if the store executes commands late."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ TTL_MS = 60_000
 
 
 class SlowStore:
-    """A client whose store begins with each batch so many ms after it was asked, and then takes so many for a key."""
+    """A Redis client with a clock of its own.
+
+    delays_ms: for each pipeline in turn, the time before its first PEXPIRE or PTTL is executed. key_ms: the time that
+    each PEXPIRE takes.
+    """
 
     def __init__(self, *delays_ms: int, key_ms: int = 0) -> None:
         self.delays_ms, self.key_ms = deque(delays_ms), key_ms

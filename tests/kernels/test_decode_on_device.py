@@ -4,7 +4,6 @@ changes its bits: other requests, programs, splits, repetition, other new tokens
 On any other GPU these tests skip. All memory that no sequence holds is NaN (tests/kernels/inputs.py).
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -355,21 +354,14 @@ def test_a_replay_follows_lengths_tables_and_pages() -> None:
     captured: Captured | None = None
     for seed, lengths in enumerate(batches):
         case = decoding(lengths, seed)
-        grown = [
-            torch.full((pages, *part.shape[1:]), float("nan"), dtype=part.dtype, device="cuda")
-            for part in case_pages(case)
-        ]
-        for part, whole in zip(case_pages(case), grown, strict=True):
+        parts = (case.k_pages, case.v_pages)
+        grown = [torch.full((pages, *part.shape[1:]), float("nan"), dtype=part.dtype, device="cuda") for part in parts]
+        for part, whole in zip(parts, grown, strict=True):
             whole[: part.shape[0]] = part
         case = replace(case, k_pages=grown[0], v_pages=grown[1])
         captured = captured or Captured(case, rows=8, width=600)
         for got, window in zip(captured.replay(case), (0, 500), strict=True):
             assert_same_bits(got, run(replace(case, window=window))[0])
-
-
-def case_pages(case: PagedCase) -> Iterator[torch.Tensor]:
-    yield case.k_pages
-    yield case.v_pages
 
 
 @pytest.mark.parametrize(

@@ -230,8 +230,10 @@ def test_weights_of_a_launch_of_their_own_follow_a_captured_plan() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("rise", [0.0, 0.3, 5.0, -5.0, 60.0])
 def test_bases_that_move_change_no_bit(monkeypatch: pytest.MonkeyPatch, rise: float) -> None:
-    """Whoever computes which part, each with bases of its own; scores rise by that many powers of two from tile to
-    tile, or are far apart."""
+    """Each kernel chooses its own bases; however many programs there are, the outputs have the same bits.
+
+    rise: by how much the scores, as exponents of 2, grow from one tile to the next; 0: they are random and far apart.
+    """
     target = _cuda()
     case = make([(9 * LEAF + 3, 1), (3 * LEAF, 1)], target, page_tokens=64)
     q = latent_queries(case, 128) * (1 if rise else 100)
