@@ -209,10 +209,12 @@ class RedisHostKeys:
                 return
             async for keys in self._keys_of(fingerprint):
                 found += await with_ends_ms(self._client, keys)
+            await asyncio.to_thread(found.sort, reverse=True)
+            if found:
+                self._changes.follow(await self._client.pttl(found[0][1]))
         except FAILURES:
             self._scanned.discard((tier, fingerprint))
             return
-        await asyncio.to_thread(found.sort, reverse=True)
         num_adopted = 0
         for at in range(0, len(found), ADOPTED_AT_ONCE):
             if (tier, fingerprint) not in self._scanned:

@@ -50,6 +50,10 @@ class KeyChanges:
         """Queues keys whose time to live is to be refreshed, in this order."""
         self._queue(self.touches, keys)
 
+    def follow(self, life_ms: int) -> None:
+        """Makes keys touched from now on end after one that has so long to live, which an earlier service touched."""
+        self._last_end_ms = max(self._last_end_ms, self._clock() + life_ms)
+
     @property
     def has_room(self) -> bool:
         """Returns whether half of the queue is free, so that thousands of keys can be queued without loss."""

@@ -82,6 +82,17 @@ async def test_keys_end_in_the_order_of_their_touches(delays_ms: tuple[int, ...]
     assert all(end_ms >= 1_000_000 + TTL_MS for end_ms in store.ends_ms.values())
 
 
+async def test_touches_follow_those_of_an_earlier_service() -> None:
+    """In a busy minute keys end later than their time to live from the touch."""
+    store = SlowStore()
+    store.ends_ms = {b"earlier": store.now_ms + TTL_MS + 3000}
+    changes = KeyChanges(store, ChangeLimits(TTL_MS, 1000, keys_per_command=16, retry_pause_s=0), store.clock)
+    changes.follow(TTL_MS + 3000)
+    changes.touch(names(48))
+    await changes.send()
+    assert sorted(store.ends_ms, key=store.ends_ms.__getitem__) == [b"earlier", *names(48)]
+
+
 async def test_an_interrupted_reading_of_ends_is_repeated() -> None:
     store = SlowStore(0, 40, 0)
     keys = names(100)
