@@ -31,8 +31,13 @@ class HeldMultiprocessors:
         self._one = torch.ones(1, dtype=torch.int32).pin_memory()
         hold_multiprocessors[(1,)](self._out, already, 0, num_warps=4)  # compiled before anything is held
         torch.cuda.synchronize()
+        self._ended = torch.cuda.Event()
         with torch.cuda.stream(torch.cuda.Stream()):
             hold_multiprocessors[(multiprocessors,)](self._out, self._released, 30_000_000_000, num_warps=4)
+            self._ended.record()
+
+    def holds(self) -> bool:
+        return not self._ended.query()
 
     def release(self) -> None:
         """Ends the launch; a copy needs no multiprocessor."""
