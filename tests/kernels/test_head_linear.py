@@ -10,7 +10,7 @@ import torch
 from kernels.backend import Backend
 from kernels.errors import KernelArgumentError
 from kernels.head_linear import head_linear
-from kernels.head_linear.hopper import MOST_TOKENS, reason_against_case
+from kernels.head_linear.hopper import FEW_HEADS, MOST_TOKENS, MOST_TOKENS_OF_MANY_HEADS, reason_against_case
 from tests.kernels.compare import assert_same_bits
 from tests.kernels.sparse_inputs import random_rows
 from tests.kernels.target import Target
@@ -92,7 +92,10 @@ def test_the_tiles_change_no_bit(
         ({}, None),
         ({"is_transposed": True}, None),
         ({"shape": (1, 2, 512, 128, 0)}, None),
-        ({"shape": (MOST_TOKENS + 1, 2, 128, 512, 64)}, "needs at most 16 tokens, got 17"),
+        ({"shape": (MOST_TOKENS, FEW_HEADS, 128, 512, 64)}, None),
+        ({"shape": (MOST_TOKENS + 1, 2, 128, 512, 64)}, "needs at most 64 tokens of 2 heads, got 65"),
+        ({"shape": (MOST_TOKENS_OF_MANY_HEADS, 128, 128, 512, 64)}, None),
+        ({"shape": (MOST_TOKENS_OF_MANY_HEADS + 1, 33, 128, 512, 64)}, "needs at most 16 tokens of 33 heads, got 17"),
         ({"shape": (1, 2, 192, 512, 64)}, "matrices of 192 x 512, not one of"),
         ({"shape": (1, 2, 128, 512, 8)}, "rows not at multiples of 16 elements, strides"),
     ],
@@ -120,20 +123,22 @@ def test_what_the_kernel_for_few_tokens_refuses() -> None:
 def test_few_tokens_have_the_bits_of_the_plain_kernel(
     heads: int, depth: int, outputs: int, carried: int, is_transposed: bool
 ) -> None:
-    shape = (MOST_TOKENS, heads, depth, outputs, carried)
+    most = MOST_TOKENS if heads <= FEW_HEADS else MOST_TOKENS_OF_MANY_HEADS
+    shape = (most, heads, depth, outputs, carried)
     x, weight, out = rows_and_matrices(shape, is_transposed=is_transposed, device="cuda")
     head_linear(x, weight, out, backend=Backend.TRITON)
-    for tokens in (1, 2, 7, 8, 9, MOST_TOKENS):
+    for tokens in {1, 2, 7, 8, 9, 16, min(40, most), most}:
         got = head_linear(x[:tokens], weight, torch.full_like(out[:tokens], NAN), backend=Backend.GLUON)
         assert_same_bits(got, out[:tokens])
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_few_tokens_wait_for_the_launch_before() -> None:
+@pytest.mark.parametrize("tokens", [3, MOST_TOKENS])
+def test_few_tokens_wait_for_the_launch_before(tokens: int) -> None:
     """Into the latents' space and back, again and again: a launch that read its rows too early would show."""
-    x, into, wide = rows_and_matrices((3, 16, 128, 512, 64), device="cuda")
-    _, back, _ = rows_and_matrices((3, 16, 512, 128, 64), is_transposed=True, device="cuda")
+    x, into, wide = rows_and_matrices((tokens, 16, 128, 512, 64), device="cuda")
+    _, back, _ = rows_and_matrices((tokens, 16, 512, 128, 64), is_transposed=True, device="cuda")
     back = back / 64
 
     def chain(backend: Backend) -> torch.Tensor:
@@ -148,7 +153,7 @@ def test_few_tokens_wait_for_the_launch_before() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize(("tokens", "backend"), [(3, Backend.GLUON), (40, Backend.TRITON), (64, Backend.TRITON)])
+@pytest.mark.parametrize(("tokens", "backend"), [(3, Backend.GLUON), (64, Backend.GLUON), (64, Backend.TRITON)])
 @pytest.mark.parametrize(("depth", "outputs", "carried"), [(128, 512, 64), (512, 128, 0)])
 def test_rows_that_the_launch_before_writes_late_are_seen(
     tokens: int, backend: Backend, depth: int, outputs: int, carried: int

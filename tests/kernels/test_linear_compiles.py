@@ -45,15 +45,15 @@ def test_few(rows: int, outputs: int, dtype: str) -> None:
 
 
 @pytest.mark.parametrize(("depth", "outputs", "carried", "by_column"), [(128, 512, 64, False), (512, 128, 0, True)])
-@pytest.mark.parametrize("tokens", [8, 16])
+@pytest.mark.parametrize("tokens", [8, thorough(16), 64])
 def test_few_tokens_of_heads(depth: int, outputs: int, carried: int, by_column: bool, tokens: int) -> None:
     """Matrices are on their way before the launch before has ended, rows are not."""
     from kernels.head_linear.hopper.kernel import multiply_few_tokens
     from kernels.head_linear.hopper.launch import BLOCK_N
 
     sizes = {
-        "K": depth, "N": outputs, "BLOCK_N": BLOCK_N, "TOKENS": tokens, "CARRIED": carried, "BLOCK_C": 64,
-        "BY_COLUMN": by_column,
+        "K": depth, "N": outputs, "BLOCK_N": BLOCK_N, "TOKENS": tokens, "CARRIED": carried,
+        "BLOCK_C": max(carried // 8, 1), "BY_COLUMN": by_column,
     }  # fmt: skip
     kinds = {name: "*bf16" for name in multiply_few_tokens.arg_names if name.endswith("_ptr")}
     built = compile_gluon(multiply_few_tokens, sizes, kinds, aligned=("stride",))
