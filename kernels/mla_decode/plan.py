@@ -61,7 +61,7 @@ class MlaDecodePlan:
         self.few = self.rows < MANY_ROWS
         self.slot_rows = self.rows if self.few and not by_load else min(self.rows, heads * max_q_tokens)
         tiles = self.tiles = -(-heads * max_q_tokens // self.rows)
-        leaves = max(-(-max_seqlen_k // self.tree.leaf), 1)
+        leaves = self.leaves = max(-(-max_seqlen_k // self.tree.leaf), 1)
         # A tile is shared out only if it is longer than a program's part of the batch: see the kernels that plan.
         self.max_shared = max(min(max_seqs * tiles, programs), 1)
         if self.by_load:
@@ -98,7 +98,8 @@ class MlaDecodePlan:
             self.parts = torch.empty((slots, self.slot_rows, 512), dtype=torch.bfloat16, device=device)
             self.levels = torch.empty((slots, self.slot_rows), dtype=torch.float32, device=device)
         else:
-            self.acc = torch.empty((slots, self.slot_rows, 512), dtype=torch.float32, device=device)
+            of_parts = torch.float32 if self.few else torch.bfloat16
+            self.acc = torch.empty((slots, self.slot_rows, 512), dtype=of_parts, device=device)
             self.row_max = torch.empty((slots, self.slot_rows), dtype=torch.float32, device=device)
             self.row_sum = torch.empty((slots, self.slot_rows), dtype=torch.float32, device=device)
         # Of tiles of latents and rows whose weights have a launch of their own: these, their tops and their sums.
@@ -109,9 +110,15 @@ class MlaDecodePlan:
         # `meet` has, and for each sequence that is cut, at its first slot, parts that are stored, 0 between launches.
         self.arrivals = buffer((3 if self.few else 2) if self.by_load else 0, dtype=torch.int32)
         self.stored = buffer(slots if self.by_load and self.few else 0, dtype=torch.int32)
-        # Running totals of leaves, of all and, where rows are many, of a group; by load there are none.
-        totals = 0 if self.by_load else self.programs * (1 if self.few else 2)
-        self.sums = torch.empty((totals, self.rows, 512), dtype=torch.float32, device=device)
+        if self.few or self.by_load:
+            # Running totals of leaves; by load there are none.
+            totals = 0 if self.by_load else self.programs
+            self.sums = torch.empty((totals, self.rows, 512), dtype=torch.float32, device=device)
+        else:
+            # What programs keep of the tree of leaves: of each level a sum, bases and sums of weights by halves.
+            kept = max((self.leaves - 1).bit_length(), 1), self.programs
+            self.nodes = torch.empty((*kept, 64, 512), dtype=torch.bfloat16, device=device)
+            self.sums = torch.empty((*kept, 2, 2, 64), dtype=torch.float32, device=device)
 
     def folds_together(self, num_seqs: int) -> bool:
         """Returns whether the attention's programs fold this number of sequences; if not, a launch behind it does."""

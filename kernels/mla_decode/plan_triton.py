@@ -16,20 +16,36 @@ from kernels.mla_decode.tree_sizes import TILE
 
 
 @triton.jit
-def step_of(tiles, size, enough, programs, PER_LEAF: tl.constexpr, LEAVES_PER_GROUP: tl.constexpr):
-    """Returns how many leaves an item has: one, or those of a whole group where that makes the step no longer.
+def fits(tiles, size, enough, programs, PER_ITEM: tl.constexpr):
+    """Returns whether items of so many tiles of latents keep no program longer than enough.
 
-    A sequence has `tiles` tiles of rows and `size` tiles of latents.
-
-    Full groups take whole rounds of all programs; their rests go to those that are free in the last round, or on top.
+    A sequence has `tiles` tiles of rows and `size` tiles of latents. Full items take whole rounds of all programs;
+    their rests go to those that are free in the last round, or on top.
     """
-    PER_GROUP: tl.constexpr = PER_LEAF * LEAVES_PER_GROUP
-    groups = tl.sum(tiles * (size // PER_GROUP), 0)
-    rest = tl.where(tiles > 0, size % PER_GROUP, 0)
+    fulls = tl.sum(tiles * (size // PER_ITEM), 0)
+    rest = tl.where(tiles > 0, size % PER_ITEM, 0)
     rests = tl.sum(tl.where(rest > 0, tiles, 0), 0)
-    rounds = tl.cdiv(groups, programs)
-    on_top = tl.cdiv(tl.maximum(rests - (rounds * programs - groups), 0), programs)
-    return tl.where(rounds * PER_GROUP + on_top * tl.max(rest, 0) <= enough, LEAVES_PER_GROUP, 1)
+    rounds = tl.cdiv(fulls, programs)
+    on_top = tl.cdiv(tl.maximum(rests - (rounds * programs - fulls), 0), programs)
+    return rounds * PER_ITEM + on_top * tl.max(rest, 0) <= enough
+
+
+@triton.jit
+def step_of(
+    tiles, size, enough, programs, PER_LEAF: tl.constexpr, LEAVES_PER_GROUP: tl.constexpr, BY_TWOS: tl.constexpr
+):
+    """Returns how many leaves an item has: those of a group if that fits, else one; BY_TWOS: or half or a quarter."""
+    step = tl.where(fits(tiles, size, enough, programs, PER_LEAF * LEAVES_PER_GROUP), LEAVES_PER_GROUP, 1)
+    if BY_TWOS:
+        HALF: tl.constexpr = LEAVES_PER_GROUP // 2
+        QUARTER: tl.constexpr = LEAVES_PER_GROUP // 4
+        half, quarter = (
+            fits(tiles, size, enough, programs, PER_LEAF * HALF),
+            fits(tiles, size, enough, programs, PER_LEAF * QUARTER),
+        )
+        fewer = tl.where(half, HALF, tl.where(quarter, QUARTER, 1))
+        step = tl.where(step == 1, fewer, step)
+    return step
 
 
 @triton.jit
@@ -77,7 +93,7 @@ def list_items(
     whole = leaves == 1
     if not BY_LEAF:
         whole |= size <= enough
-    step = step_of(tl.where(whole, 0, tiles), size, enough, programs, LEAF // TILE, LEAVES_PER_GROUP)
+    step = step_of(tl.where(whole, 0, tiles), size, enough, programs, LEAF // TILE, LEAVES_PER_GROUP, ROWS == 64)
     if BY_LEAF:
         step = 1
     parts = tl.where(whole, 1, (leaves + step - 1) // step)

@@ -11,7 +11,8 @@ TILE = 64
 
 
 class Tree(NamedTuple):
-    """How a sequence's sums are made: leaves of `leaf` latents, folded in groups, groups folded in order."""
+    """How a sequence's sums are made: leaves of `leaf` latents, folded in groups, groups folded in order; where rows are
+    many, by twos (hopper/nodes.py), and a program has up to `leaves_per_group` of a sequence that is shared out."""
 
     leaf: int
     leaves_per_group: int
@@ -27,7 +28,6 @@ def tree_of(heads: int, one_query: bool) -> Tree:
     """The tree that no batch, no length and no number of queries changes.
 
     Few rows leave a partial result small enough for short leaves, which small batches need to fill a card, and for
-    folding a group in registers; where they are many, each leaf that joins a sum costs a trip of 128 KB. There groups
-    are for batches of about half as many tiles of rows as programs: each has one, or two.
+    folding a group in registers; where they are many, each leaf that joins a sum costs a trip of 64 KB.
     """
-    return Tree(512, 8) if is_few(heads, one_query) else Tree(1024, 4)
+    return Tree(512, 8) if is_few(heads, one_query) else Tree(1024, 8)

@@ -14,14 +14,14 @@ triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
 
 SHARED_BYTES = 227 << 10
-FLOATS = ("lse", "acc", "row_max", "row_sum", "sum", "levels", "tops", "tile_sums")
-HALVES = ("q", "k_nope", "k_rope", "v", "out", "pages", "x", "weight", "weights", "parts")
+FLOATS = ("lse", "acc", "row_max", "row_sum", "sum", "stats", "levels", "tops", "tile_sums")
+HALVES = ("q", "k_nope", "k_rope", "v", "out", "pages", "x", "weight", "weights", "parts", "nodes")
 
 PREFILL = {
     "HEADS": 128, "BLOCK": 128, "STAGES": 2, "MODE": 1, "RESUMES": False, "SUSPENDS": False, "WANTS_LSE": True,
 }  # fmt: skip
 DECODE = {
-    "HEADS": 128, "PAGE": 64, "LEAF": 1024, "GROUP": 4, "TILE": 64, "STAGES": 2, "MULTI": True, "SLOT_ROWS": 64,
+    "HEADS": 128, "PAGE": 64, "LEAF": 1024, "TILE": 64, "STAGES": 2, "MULTI": True, "SLOT_ROWS": 64,
     "WANTS_LSE": True,
 }  # fmt: skip
 DECODES = {
@@ -33,7 +33,7 @@ DECODES = {
     "few heads": {"HEADS": 8, "SLOT_ROWS": 8, "PAGE": 16},
     "no sums": {"MULTI": False, "PAGE": 16, "WANTS_LSE": False},
 }
-RUN = {name: value for name, value in DECODE.items() if name not in ("LEAF", "GROUP")} | {"TOGETHER": False}
+RUN = {name: value for name, value in DECODE.items() if name != "LEAF"} | {"TOGETHER": False}
 RUNS = {
     "one query": {"MULTI": False, "WANTS_LSE": False},
     "small pages": {"PAGE": 16},
@@ -110,8 +110,8 @@ def test_decode(name: str) -> None:
     assert "wgmma.mma_async" in got.ptx and not got.serialised
     assert got.shared_bytes <= SHARED_BYTES
     assert not got.spills
-    # Two sums at a time, that nobody waits for.
-    assert "atom.global.gpu.relaxed.add.v2.f32" in got.ptx
+    # Sums of leaves go to memory in 16 bits, 16 bytes a thread.
+    assert "st.global.v4.b32" in got.ptx and "ld.global.cg.v4.b32" in got.ptx and "atom" not in got.ptx
 
 
 APART = {"HEADS": 128, "PAGE": 64, "LEAF": 1024, "TILE": 64}
@@ -238,6 +238,7 @@ def test_the_plain_kernels_spill_nothing() -> None:
                 "HEADS": 16,
                 "LEAVES_PER_GROUP": 8,
                 "WHOLE": False,
+                "LEVELS": 0,
                 "ROWS": 16,
                 "SLOT_ROWS": 16,
                 "LATENT": 512,
@@ -245,21 +246,9 @@ def test_the_plain_kernels_spill_nothing() -> None:
             },
             4,
         ),
-        (
-            fold_shared,
-            {
-                "HEADS": 128,
-                "LEAVES_PER_GROUP": 4,
-                "WHOLE": True,
-                "ROWS": 64,
-                "SLOT_ROWS": 64,
-                "LATENT": 512,
-                "WANTS_LSE": True,
-            },
-            4,
-        ),
         (attend_tile, TILE, 8),
         (list_items, listed, 4),
+        (list_items, {**listed, "LEAF": 1024, "HEADS": 128, "ROWS": 64}, 4),
         (list_runs, runs, 4),
         (list_runs, {**runs, "HEADS": 16, "ROWS": 16, "MULTI": False, "FEW": True, "SLOT_ROWS": 16}, 4),
         (fold_cuts, {**cuts, "SOME": 16, "COLUMNS": 512}, 4),
@@ -269,6 +258,16 @@ def test_the_plain_kernels_spill_nothing() -> None:
     for function, constants, num_warps in cases:
         built = compile_for_hopper(function, constants, num_warps, pointer)
         assert not built.spills, function.__name__
+
+
+@pytest.mark.parametrize("levels", [0, 8])
+def test_fold_of_parts_of_16_bits(levels: int) -> None:
+    from kernels.mla_decode.hopper.fold import fold_shared
+
+    constants: dict[str, object] = {"HEADS": 128, "LEAVES_PER_GROUP": 8, "WHOLE": True, "LEVELS": levels, "ROWS": 64}
+    constants |= {"SLOT_ROWS": 64, "LATENT": 512, "WANTS_LSE": True}
+    built = compile_for_hopper(fold_shared, constants, 4, lambda name: "*bf16" if name == "acc_ptr" else pointer(name))
+    assert not built.spills
 
 
 def test_project_latents() -> None:

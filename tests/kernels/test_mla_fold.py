@@ -1,7 +1,5 @@
 """The folds of a latent decode: of what was cut by load, in both of its forms, and of leaves and groups of leaves."""
 
-from functools import reduce
-
 import pytest
 import torch
 import triton.language as tl
@@ -88,11 +86,22 @@ def added(a: State, b: State) -> State:
     return a[0] * keep[:, None] + b[0] * weight[:, None], top, a[2] * keep + b[2] * weight
 
 
-@pytest.mark.parametrize("are_leaves", [True, False])
-@pytest.mark.parametrize("parts", [1, 4, 5, 8, 9, 21])
-def test_leaves_are_folded_by_groups_and_these_in_order(
-    target: Target, monkeypatch: pytest.MonkeyPatch, parts: int, are_leaves: bool
-) -> None:
+def rounded(a: State) -> State:
+    """What is added to a neighbour or stored."""
+    return a[0].bfloat16().float(), a[1], a[2]
+
+
+def tree(states: list[State]) -> State:
+    """Neighbours in twos, what has none as it is, until there is one."""
+    while len(states) > 1:
+        pairs = [states[first : first + 2] for first in range(0, len(states), 2)]
+        states = [added(*map(rounded, pair)) if len(pair) == 2 else pair[0] for pair in pairs]
+    return states[0]
+
+
+@pytest.mark.parametrize("step", [1, 2, 8])
+@pytest.mark.parametrize("parts", [1, 2, 4, 5, 8, 9, 21, 40])
+def test_parts_of_leaves_are_a_tree(target: Target, monkeypatch: pytest.MonkeyPatch, parts: int, step: int) -> None:
     """Another order of additions is off by more than the tolerance somewhere."""
     if target.backend is Backend.REFERENCE:
         pytest.skip("the reference cuts nothing")
@@ -100,12 +109,9 @@ def test_leaves_are_folded_by_groups_and_these_in_order(
 
     if target.device == "cpu":
         monkeypatch.setattr(tl.extra.cuda, "gdc_wait", lambda: None)
-        monkeypatch.setattr(module, "scaled", lambda x, factor: x * factor)
-        monkeypatch.setattr(module, "plus", lambda x, y: x + y)
     torch.manual_seed(parts)
-    plan = MlaDecodePlan(2, parts * 4096, 48, programs=110, device=target.device)
-    assert plan.tree.leaves_per_group == 4
-    plan.counts.copy_(torch.tensor([parts, 1 if are_leaves else 4, 1]))
+    plan = MlaDecodePlan(2, max(parts * step, 8) * 1024, 48, programs=110, device=target.device)
+    plan.counts.copy_(torch.tensor([parts, step, 1]))
     plan.shared[0] = torch.tensor([1, 1, parts, 3])
     plan.acc.normal_()
     plan.row_max.copy_(torch.randint(-9, 9, plan.row_max.shape))
@@ -113,11 +119,11 @@ def test_leaves_are_folded_by_groups_and_these_in_order(
     plan.row_max[4], plan.row_sum[4], plan.acc[4] = -1.0e20, 0.0, 0.0  # a part that has seen no key
     out = torch.full((2, 48, 512), 7.0, device=target.device)
     module.fold(plan, 1, out, None)
-    # Eight columns of a row, then eight of the next.
-    values = plan.acc.view(-1, 64, plan.slot_rows, 8).transpose(1, 2).reshape(-1, plan.slot_rows, 512)
-    states = [(values[3 + part], plan.row_max[3 + part], plan.row_sum[3 + part]) for part in range(parts)]
-    groups = [states[first : first + 4] for first in range(0, parts, 4)] if are_leaves else [states]
-    acc, _, row_sum = reduce(added, [reduce(added, group) for group in groups])
+    # 32 places of a row, then of the next.
+    places = plan.acc.float().reshape(-1, 16, plan.slot_rows, 32).transpose(1, 2).reshape(-1, plan.slot_rows, 512)
+    values = torch.empty_like(places)
+    values[..., columns(False)] = places
+    acc, _, row_sum = tree([(values[3 + i], plan.row_max[3 + i], plan.row_sum[3 + i]) for i in range(parts)])
     # The kernel multiplies by a reciprocal.
     torch.testing.assert_close(out[1], acc * (1.0 / row_sum)[:, None], rtol=1e-6, atol=0.0)
     assert bool((out[0] == 7.0).all())

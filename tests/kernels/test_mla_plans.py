@@ -121,6 +121,18 @@ def test_decode_shares_out_whole_groups_where_that_keeps_the_programs_busy(targe
         assert plan.counts.tolist() == [sequences * 16 // step, step, sequences]
 
 
+@pytest.mark.parametrize(
+    ("sequences", "length", "step"), [(8, 8192, 1), (16, 8192, 2), (32, 8192, 4), (2, 131072, 4), (16, 65536, 8)]
+)
+def test_many_heads_share_out_as_many_leaves_as_keep_the_programs_busy(
+    target: Target, sequences: int, length: int, step: int
+) -> None:
+    device = planner(target)
+    plan = MlaDecodePlan(sequences, length, 128, programs=132, device=device)
+    plan.prepare(torch.full((sequences,), length, dtype=torch.int32, device=device))
+    assert plan.counts.tolist() == [sequences * 2 * (length // 1024) // step, step, sequences]
+
+
 @pytest.mark.parametrize("length", [1024, 4096, 8192])
 @pytest.mark.parametrize(
     ("heads", "sequences"), [(16, 16), rarely_interpreted(16, 64), (128, 16), rarely_interpreted(128, 64)]

@@ -15,7 +15,8 @@ from kernels.hopper.barriers import release_read, thread_barrier
 from kernels.hopper.launches import allow_next_launch, wait_for_last_launch
 from kernels.hopper.registers import opaque
 from kernels.mla_decode.hopper.columns_stream import stream_columns
-from kernels.mla_decode.hopper.leaves import clear_tail, part_at
+from kernels.mla_decode.hopper.leaves import clear_tail
+from kernels.mla_decode.hopper.nodes import store_part
 from kernels.mla_decode.hopper.tile_weights import weights_of
 from kernels.mla_decode.hopper.whole import level
 from kernels.softmax.triton import LN_2, NO_KEYS
@@ -130,7 +131,7 @@ def store_columns(
     VALUES: gl.constexpr,
 ):
     """Stores a block of columns of an item: as a part at its slot, or as outputs; its first block the rows' sums."""
-    out_ptr, lse_ptr, acc_ptr, row_max_ptr, row_sum_ptr = results
+    out_ptr, lse_ptr, parts_ptr, row_max_ptr, row_sum_ptr = results
     OR: gl.constexpr = gl.SliceLayout(1, VALUES)
     acc, row_max, row_sum = sums
     tile = gl.load(at + 3)
@@ -140,7 +141,8 @@ def store_columns(
     live = row < HEADS - tile * 64
     if slot >= 0:
         to = slot.to(gl.int64) * SLOT_ROWS
-        gl.store(acc_ptr + to * 512 + part_at(row, dim, SLOT_ROWS), acc, mask=live[:, None])
+        part_ptr = parts_ptr + to * 512 + block * (COLUMNS * SLOT_ROWS)
+        store_part(part_ptr, acc, HEADS - tile * 64, SLOT_ROWS)
         gl.store(row_max_ptr + to + row, row_max, mask=live & (block == 0))
         gl.store(row_sum_ptr + to + row, row_sum, mask=live & (block == 0))
     else:
@@ -161,7 +163,7 @@ def sum_columns(
     columns_desc,
     out_ptr,
     lse_ptr,
-    acc_ptr,
+    parts_ptr,
     row_max_ptr,
     row_sum_ptr,
     tops_ptr,
@@ -196,7 +198,7 @@ def sum_columns(
     # The fold waits for what this launch stores.
     allow_next_launch()
     plan = (items_ptr, counts_ptr, tables_ptr)
-    results = (out_ptr, lse_ptr, acc_ptr, row_max_ptr, row_sum_ptr)
+    results = (out_ptr, lse_ptr, parts_ptr, row_max_ptr, row_sum_ptr)
     shared = (weights, values, factors, sums)
     bars = (full, empty)
     # fmt: off

@@ -15,7 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from kernels.hopper.barriers import thread_barrier
 from kernels.hopper.registers import opaque
 from kernels.hopper.work_queue import take
-from kernels.mla_decode.hopper.leaves import clear_tail, join_leaf, join_sums, joined, own_sums, store_values
+from kernels.mla_decode.hopper.leaves import clear_tail
+from kernels.mla_decode.hopper.nodes import end_leaf, store_values
 from kernels.mla_decode.hopper.scores import masked, start_scores
 from kernels.mla_decode.hopper.whole import moved, weigh
 from kernels.softmax.triton import NO_KEYS
@@ -32,11 +33,10 @@ def attend_even(
     LEAF: gl.constexpr,
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
-    GROUP: gl.constexpr,
     MULTI: gl.constexpr,
     SLOT_ROWS: gl.constexpr,
 ):
-    _, _, _, row_max_ptr, row_sum_ptr, sum_ptr = results
+    _, _, _, row_max_ptr, row_sum_ptr, nodes_ptr, stats_ptr = results
     q_left, q_right, q_rope, left, right, rope = shared[0]
     handed, stats, ends = shared[1]
     q_full, q_empty, left_full, left_empty, right_full, _ = bars[0]
@@ -67,22 +67,14 @@ def attend_even(
         count = (gl.minimum(length - begin, leaves * LEAF) + TILE - 1) // TILE
         # Above every masked score, so that the weight of one is 0 even in a row that has seen no key yet.
         base = gl.full([64], NO_KEYS, gl.float32, SR)
-        # Of sums in memory: of the total, and of a group of leaves.
-        bases = (base, base)
         row_sum = gl.full([64], 0.0, gl.float32, SR)
-        sums = (row_sum, row_sum)
         acc = gl.zeros([64, 256], gl.float32, VALUES)
-        for group in range(0, leaves, GROUP):
-            for number in range(group * PER_LEAF, gl.minimum(count, (group + GROUP) * PER_LEAF)):
+        for n in range(leaves):
+            for number in range(n * PER_LEAF, gl.minimum(count, (n + 1) * PER_LEAF)):
                 s = step % STAGES
                 first = begin + number * TILE
                 if number % 2 == 0:
                     part = start_scores(q, latents, full, s, (step // STAGES) & 1, TILE, SCORES)
-                    if (number > 0) & (number % PER_LEAF == 0):
-                        n = number // PER_LEAF
-                        sums = join_sums(n, row_sum, sums, base, bases, False, GROUP)
-                        bases = join_leaf(own_sums(sum_ptr), acc, n, base, bases, GROUP, 0)
-                        row_sum = row_sum * 0.0
                     scores = warpgroup_mma_wait(0, deps=[part])
                     mbarrier.arrive(rope_empty.index(s), count=1)
                     scores = masked(scores, first, last_seen, q_len, length, TILE, SCORES)
@@ -101,7 +93,7 @@ def attend_even(
                 by = new_base - base
                 row_sum = gl.fma(row_sum, gl.exp2(-by), tile_sum)
                 base = new_base
-                # What acc has where a leaf begins is in memory.
+                # What acc has where a leaf begins is kept in memory.
                 goes_on = first % LEAF > 0
                 if goes_on:
                     acc = moved(acc, gl.convert_layout(by, OR))
@@ -111,16 +103,15 @@ def attend_even(
                 acc = warpgroup_mma_wait(0, deps=[values])
                 mbarrier.arrive(left_empty.index(s), count=1)
                 step += 1
-            acc = joined(own_sums(sum_ptr), acc, gl.minimum(leaves, group + GROUP), leaves, base, bases, GROUP, 0)
+            acc, row_sum = end_leaf((nodes_ptr, stats_ptr), acc, row_sum, base, n, leaves, 0)
         if count % 2 > 0:
             # There is no odd tile, but it says that the last weights were read.
             mbarrier.wait(odd_done, pairs & 1)
             pairs += 1
         mbarrier.arrive(q_empty, count=1)
-        all_sum = join_sums(leaves, row_sum, sums, base, bases, True, GROUP)[0]
         mbarrier.wait(end_empty, (turns & 1) ^ 1)
         ends.index(0).store(base)
-        ends.index(1).store(all_sum)
+        ends.index(1).store(row_sum)
         thread_barrier()
         mbarrier.arrive(end_full, count=1)
         # Computed here once more: kept over the loop, they would cost registers.
@@ -128,8 +119,8 @@ def attend_even(
         live = q_len * HEADS - tile * 64
         if slot >= 0:
             gl.store(row_max_ptr + slot.to(gl.int64) * SLOT_ROWS + row, base, mask=row < live)
-            gl.store(row_sum_ptr + slot.to(gl.int64) * SLOT_ROWS + row, all_sum, mask=row < live)
+            gl.store(row_sum_ptr + slot.to(gl.int64) * SLOT_ROWS + row, row_sum, mask=row < live)
         at = (q_start * HEADS + tile * 64).to(gl.int64)
-        store_values(results, acc, gl.convert_layout(all_sum, OR), at, slot, live, 0, SLOT_ROWS)
+        store_values(results, acc, gl.convert_layout(row_sum, OR), at, slot, live, 0, SLOT_ROWS)
         turns = (turns + 1) & 3
         q_start, q_len, tile, leaf, leaves, length, slot = take(work[0], work[1], work[2], turns)

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.mla_decode.hopper.places import column_at
 from kernels.mla_decode.plan import MlaDecodePlan
 from kernels.softmax.triton import LN_2, NO_KEYS
 
@@ -16,28 +17,13 @@ PROGRAMS = 1024
 
 
 @triton.jit
-def scaled(x, factor):
-    """Returns the rounded product, never contracted into an FMA: leaves.py rounds identically."""
-    return tl.inline_asm_elementwise("mul.rn.ftz.f32 $0, $1, $2;", "=f,f,f", [x, factor], tl.float32, True, 1)
-
-
-@triton.jit
-def plus(x, y):
-    return tl.inline_asm_elementwise("add.rn.ftz.f32 $0, $1, $2;", "=f,f,f", [x, y], tl.float32, True, 1)
-
-
-@triton.jit
-def joined(acc, row_max, row_sum, part, WHOLE: tl.constexpr):
+def joined(acc, row_max, row_sum, part):
     """Returns the softmax state of a sum and one more part."""
     part_acc, part_max, part_sum = part
     new_max = tl.maximum(row_max, part_max)
     keep = tl.exp2(row_max - new_max)
     weight = tl.exp2(part_max - new_max)
-    zeros = tl.zeros_like(acc)
-    if WHOLE:
-        acc = plus(scaled(acc, zeros + keep), scaled(part_acc, zeros + weight))
-    else:
-        acc = tl.fma(acc, zeros + keep, part_acc * weight)
+    acc = tl.fma(acc, tl.zeros_like(acc) + keep, part_acc * weight)
     return acc, new_max, tl.fma(row_sum, keep, part_sum * weight)
 
 
@@ -53,7 +39,7 @@ def level_of(base, row_sum):
 def load_part(partials, slot, ok, at, row, ROWS: tl.constexpr, LATENT: tl.constexpr):
     """Returns a part's softmax state; one without keys where not ok."""
     acc_ptr, row_max_ptr, row_sum_ptr = partials
-    acc = tl.load(acc_ptr + slot * (ROWS * LATENT) + at, mask=ok, other=0.0)
+    acc = tl.load(acc_ptr + slot * (ROWS * LATENT) + at, mask=ok, other=0.0).to(tl.float32)
     row_max = tl.load(row_max_ptr + slot * ROWS + row, mask=ok, other=NO_KEYS)
     return acc, row_max, tl.load(row_sum_ptr + slot * ROWS + row, mask=ok, other=0.0)
 
@@ -69,13 +55,13 @@ def load_four(partials, first, count, at, row, ROWS: tl.constexpr, LATENT: tl.co
 
 
 @triton.jit
-def add_four(state, parts, WHOLE: tl.constexpr):
+def add_four(state, parts):
     """Returns a softmax state with four more parts, in order."""
     acc, row_max, row_sum = state
-    acc, row_max, row_sum = joined(acc, row_max, row_sum, parts[0], WHOLE)
-    acc, row_max, row_sum = joined(acc, row_max, row_sum, parts[1], WHOLE)
-    acc, row_max, row_sum = joined(acc, row_max, row_sum, parts[2], WHOLE)
-    acc, row_max, row_sum = joined(acc, row_max, row_sum, parts[3], WHOLE)
+    acc, row_max, row_sum = joined(acc, row_max, row_sum, parts[0])
+    acc, row_max, row_sum = joined(acc, row_max, row_sum, parts[1])
+    acc, row_max, row_sum = joined(acc, row_max, row_sum, parts[2])
+    acc, row_max, row_sum = joined(acc, row_max, row_sum, parts[3])
     return acc, row_max, row_sum
 
 
@@ -90,32 +76,62 @@ def fold_parts(partials, first, count, at, row, ROWS: tl.constexpr, LATENT: tl.c
     acc, row_max, row_sum = no_keys(LATENT)
     for part in tl.range(0, count, 4):
         parts = load_four(partials, first + part, count - part, at, row, ROWS, LATENT)
-        acc, row_max, row_sum = add_four((acc, row_max, row_sum), parts, False)
+        acc, row_max, row_sum = add_four((acc, row_max, row_sum), parts)
     return acc, row_max, row_sum
 
 
 @triton.jit
-def add_fours(state, parts, are_leaves, LATENT: tl.constexpr):
-    """Returns a softmax state with four leaves that are a group, or with four groups."""
-    acc, row_max, row_sum = state
-    if are_leaves:
-        group = add_four(no_keys(LATENT), parts, True)
-        acc, row_max, row_sum = joined(acc, row_max, row_sum, group, True)
-    else:
-        acc, row_max, row_sum = add_four((acc, row_max, row_sum), parts, True)
+def neighbours(a, b, is_rounded):
+    """Returns the sum of two neighbours of the tree in nodes.py, rounded to 16 bits if it is not the last."""
+    acc, row_max, row_sum = joined(a[0], a[1], a[2], b)
+    if is_rounded:
+        acc = acc.to(tl.bfloat16).to(tl.float32)
     return acc, row_max, row_sum
 
 
 @triton.jit
-def fold_whole(partials, first, count, are_leaves, at, row, ROWS: tl.constexpr, LATENT: tl.constexpr):
-    """Returns the sum of parts whose bases are whole numbers: of groups, or of leaves, of which four are a group. Loads
-    of eight are in flight at a time."""
+def load_eight(partials, first, count, of_all, at, row, ROWS: tl.constexpr, LATENT: tl.constexpr):
+    """Returns the sum of eight neighbours, of which there are `count`, as a tree. All are read at once."""
+    a = load_four(partials, first, count, at, row, ROWS, LATENT)
+    b = load_four(partials, first + 4, count - 4, at, row, ROWS, LATENT)
+    left = neighbours(neighbours(a[0], a[1], of_all > 2), neighbours(a[2], a[3], of_all > 2), of_all > 4)
+    right = neighbours(neighbours(b[0], b[1], of_all > 2), neighbours(b[2], b[3], of_all > 2), of_all > 4)
+    return neighbours(left, right, of_all > 8)
+
+
+@triton.jit
+def taken(kept, number, level):
+    """Returns what is kept of a level."""
+    acc, row_max, row_sum = kept
+    return (
+        tl.sum(tl.where((number == level)[:, None], acc, 0.0), 0),
+        tl.sum(tl.where(number == level, row_max, 0.0), 0),
+        tl.sum(tl.where(number == level, row_sum, 0.0), 0),
+    )
+
+
+@triton.jit
+def fold_eights(partials, first, count, at, row, ROWS: tl.constexpr, LATENT: tl.constexpr, LEVELS: tl.constexpr):
+    """Returns the sum of more than eight parts as a tree, at most one sum of each of LEVELS levels at a time."""
+    number = tl.arange(0, LEVELS)
+    accs = tl.zeros([LEVELS, LATENT], tl.float32)
+    maxima, sums = tl.zeros([LEVELS], tl.float32), tl.zeros([LEVELS], tl.float32)
     acc, row_max, row_sum = no_keys(LATENT)
-    for part in tl.range(0, count, 8):
-        a = load_four(partials, first + part, count - part, at, row, ROWS, LATENT)
-        b = load_four(partials, first + part + 4, count - part - 4, at, row, ROWS, LATENT)
-        acc, row_max, row_sum = add_fours((acc, row_max, row_sum), a, are_leaves, LATENT)
-        acc, row_max, row_sum = add_fours((acc, row_max, row_sum), b, are_leaves, LATENT)
+    last = (count - 1) // 8
+    for i in tl.range(0, last + 1):
+        acc, row_max, row_sum = load_eight(partials, first + i * 8, count - i * 8, count, at, row, ROWS, LATENT)
+        ends = (~i & (i + 1)) - 1  # levels, as bits, of the kept sums that end here
+        if i == last:
+            ends = i
+        level = 0
+        while ends > 0:
+            if ends % 2 == 1:
+                left = taken((accs, maxima, sums), number, level)
+                acc, row_max, row_sum = neighbours(left, (acc, row_max, row_sum), (i < last) | (ends > 1))
+            ends = ends // 2
+            level += 1
+        accs = tl.where((number == level)[:, None], acc[None, :], accs)
+        maxima, sums = tl.where(number == level, row_max, maxima), tl.where(number == level, row_sum, sums)
     return acc, row_max, row_sum
 
 
@@ -141,6 +157,7 @@ def fold_shared(
     HEADS: tl.constexpr,
     LEAVES_PER_GROUP: tl.constexpr,
     WHOLE: tl.constexpr,
+    LEVELS: tl.constexpr,
     ROWS: tl.constexpr,
     SLOT_ROWS: tl.constexpr,
     LATENT: tl.constexpr,
@@ -155,14 +172,23 @@ def fold_shared(
     tl.extra.cuda.gdc_wait()
     partials = (acc_ptr, row_max_ptr, row_sum_ptr)
     d = tl.arange(0, LATENT)
-    # Eight values of a row, then eight of the next: as a warp of the attention holds them.
-    at = d // 8 * (SLOT_ROWS * 8) + d % 8 + row % ROWS * 8
+    # Eight values of a row (of parts of 16 bits 32 places), then of the next: as a warp of the attention holds them.
+    WIDE: tl.constexpr = 32 if WHOLE else 8
+    at = d // WIDE * (SLOT_ROWS * WIDE) + d % WIDE + row % ROWS * WIDE
+    column = d
+    if WHOLE:
+        column = d // 256 * 256 + column_at(d % 256, False)
     while index < sequences:
         if row < rows:
             if WHOLE:
-                acc, row_max, row_sum = fold_whole(
-                    partials, first, parts, per_group > 1, at, row % ROWS, SLOT_ROWS, LATENT
-                )
+                acc, row_max, row_sum = no_keys(LATENT)
+                if parts <= 8:
+                    acc, row_max, row_sum = load_eight(partials, first, parts, parts, at, row % ROWS, SLOT_ROWS, LATENT)
+                else:
+                    if LEVELS > 0:
+                        acc, row_max, row_sum = fold_eights(
+                            partials, first, parts, at, row % ROWS, SLOT_ROWS, LATENT, LEVELS
+                        )
             elif per_group == 1:
                 acc, row_max, row_sum = fold_parts(partials, first, parts, at, row % ROWS, SLOT_ROWS, LATENT)
             else:
@@ -170,9 +196,9 @@ def fold_shared(
                 for start in tl.range(0, parts, per_group):
                     some = tl.minimum(per_group, parts - start)
                     group = fold_parts(partials, first + start, some, at, row % ROWS, SLOT_ROWS, LATENT)
-                    acc, row_max, row_sum = joined(acc, row_max, row_sum, group, False)
+                    acc, row_max, row_sum = joined(acc, row_max, row_sum, group)
             share = 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)
-            tl.store(out_ptr + (q_start * HEADS + row) * LATENT + d, (acc * share).to(out_ptr.dtype.element_ty))
+            tl.store(out_ptr + (q_start * HEADS + row) * LATENT + column, (acc * share).to(out_ptr.dtype.element_ty))
             if WANTS_LSE:
                 level = row_max + tl.log2(row_sum)
                 if WHOLE:
@@ -198,6 +224,9 @@ def fold(plan: MlaDecodePlan, num_seqs: int, out: torch.Tensor, lse: torch.Tenso
         HEADS=plan.heads,
         LEAVES_PER_GROUP=plan.tree.leaves_per_group,
         WHOLE=not plan.few,
+        LEVELS=0
+        if plan.few or plan.leaves <= 8
+        else max(triton.next_power_of_2((plan.leaves - 1).bit_length() - 3 + 1), 2),
         ROWS=plan.rows,
         SLOT_ROWS=plan.slot_rows,
         LATENT=LATENT,

@@ -1,7 +1,7 @@
 """mla_decode in Gluon for Hopper: a tile of latents is loaded once and serves as keys and as values.
 
-The arithmetic is a fixed tree over a sequence's own positions (tiles of TILE latents, leaves of LEAF, GROUP of which
-are added up in ascending order, and so are groups), so its bits are the same whichever program computes which part.
+The arithmetic is a fixed tree over a sequence's own positions (tiles of TILE latents, leaves of LEAF, sums of two of
+these, and so on: see nodes.py), so its bits are the same whichever program computes which part.
 
     warps          work on a tile of 64 rows (query heads, tokens) and TILE latents
     producer       copies the latents, a page's rows at a time, and the queries
@@ -29,10 +29,11 @@ def attend_latents(
     rope_desc,
     out_ptr,
     lse_ptr,
-    acc_ptr,
+    parts_ptr,
     row_max_ptr,
     row_sum_ptr,
-    sum_ptr,
+    nodes_ptr,
+    stats_ptr,
     items_ptr,
     counts_ptr,
     tables_ptr,
@@ -43,7 +44,6 @@ def attend_latents(
     HEADS: gl.constexpr,
     PAGE: gl.constexpr,
     LEAF: gl.constexpr,
-    GROUP: gl.constexpr,
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
     MULTI: gl.constexpr,
@@ -86,7 +86,7 @@ def attend_latents(
     mbarrier.init(end_empty, count=1)
     init_latent_barriers(halves, rope_bars, STAGES)
     plan = (items_ptr, counts_ptr, tables_ptr)
-    results = (out_ptr, lse_ptr, acc_ptr, row_max_ptr, row_sum_ptr, sum_ptr)
+    results = (out_ptr, lse_ptr, parts_ptr, row_max_ptr, row_sum_ptr, nodes_ptr, stats_ptr)
     shared = ((q_left, q_right, q_rope, left, right, rope), (handed, stats, ends))
     bars = (
         (q_full, q_empty, halves[0], halves[1], halves[2], halves[3]),
@@ -97,9 +97,9 @@ def attend_latents(
     gl.warp_specialize(
         [
             (attend_even, (results, scale_log2, shared, bars, work,
-                            HEADS, LEAF, TILE, STAGES, GROUP, MULTI, SLOT_ROWS)),
+                            HEADS, LEAF, TILE, STAGES, MULTI, SLOT_ROWS)),
             (attend_odd, (results, scale_log2, num_tokens, shared, bars, work,
-                            HEADS, LEAF, TILE, STAGES, GROUP, MULTI, SLOT_ROWS, WANTS_LSE)),
+                            HEADS, LEAF, TILE, STAGES, MULTI, SLOT_ROWS, WANTS_LSE)),
             (stream_leaves, (q_half_desc, q_rope_desc, half_desc, rope_desc, plan, page_rows, stride_tables_seq,
                             shared, bars, work, HEADS, PAGE, LEAF, TILE, STAGES)),
         ],

@@ -104,7 +104,9 @@ def _kernel_of(
             return attend_few_runs, (*runs, plan.stored), options
         return attend_runs, runs, options | {"launch_cooperative_grid": together}  # see grid_barrier
     options |= {"LEAF": plan.tree.leaf}
-    leaves = (plan.acc, plan.row_max, plan.row_sum, plan.sums, plan.items, plan.counts)
+    parts = (plan.acc, plan.row_max, plan.row_sum)
     if plan.few:
-        return attend_latents_few, leaves, options | {"LEAVES_PER_GROUP": plan.tree.leaves_per_group}
-    return attend_latents, leaves, options | {"GROUP": plan.tree.leaves_per_group, "SLOT_ROWS": plan.slot_rows}
+        options |= {"LEAVES_PER_GROUP": plan.tree.leaves_per_group}
+        return attend_latents_few, (*parts, plan.sums, plan.items, plan.counts), options
+    leaves = (*parts, plan.nodes, plan.sums, plan.items, plan.counts)
+    return attend_latents, leaves, options | {"SLOT_ROWS": plan.slot_rows}

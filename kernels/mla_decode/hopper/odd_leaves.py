@@ -10,7 +10,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from kernels.hopper.barriers import thread_barrier
 from kernels.hopper.registers import opaque
 from kernels.hopper.work_queue import take
-from kernels.mla_decode.hopper.leaves import clear_tail, join_leaf, joined, own_sums, store_values
+from kernels.mla_decode.hopper.leaves import clear_tail
+from kernels.mla_decode.hopper.nodes import end_leaf, store_values
 from kernels.mla_decode.hopper.scores import masked, start_scores
 from kernels.mla_decode.hopper.whole import level, moved, weigh
 from kernels.softmax.triton import LN_2, NO_KEYS
@@ -28,12 +29,11 @@ def attend_odd(
     LEAF: gl.constexpr,
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
-    GROUP: gl.constexpr,
     MULTI: gl.constexpr,
     SLOT_ROWS: gl.constexpr,
     WANTS_LSE: gl.constexpr,
 ):
-    _, lse_ptr, _, _, _, sum_ptr = results
+    _, lse_ptr, _, _, _, nodes_ptr, stats_ptr = results
     q_left, q_right, q_rope, left, right, rope = shared[0]
     handed, stats, ends = shared[1]
     q_full, q_empty, left_full, _, right_full, right_empty = bars[0]
@@ -62,17 +62,13 @@ def attend_odd(
         begin = leaf * LEAF
         count = (gl.minimum(length - begin, leaves * LEAF) + TILE - 1) // TILE
         base = gl.full([64], NO_KEYS, gl.float32, SR)
-        # Of sums in memory: of the total, and of a group of leaves.
-        bases = (base, base)
         acc = gl.zeros([64, 256], gl.float32, VALUES)
-        for group in range(0, leaves, GROUP):
-            for i in range(group * PER_LEAF, gl.minimum(count, (group + GROUP) * PER_LEAF), 2):
+        for n in range(leaves):
+            for i in range(n * PER_LEAF, gl.minimum(count, (n + 1) * PER_LEAF), 2):
                 s = step % STAGES
                 first = begin + i * TILE
-                # What acc has where a leaf begins is in memory.
+                # What acc has where a leaf begins is kept in memory.
                 goes_on = first % LEAF > 0
-                if (i > 0) & (i % PER_LEAF == 0):
-                    bases = join_leaf(own_sums(sum_ptr), acc, i // PER_LEAF, base, bases, GROUP, 256)
                 if i + 1 < count:
                     t = (step + 1) % STAGES
                     part = start_scores(q, latents, full, t, ((step + 1) // STAGES) & 1, TILE, SCORES)
@@ -118,7 +114,7 @@ def attend_odd(
                     mbarrier.arrive(right_empty.index(s), count=1)
                     step += 1
                 pairs += 1
-            acc = joined(own_sums(sum_ptr), acc, gl.minimum(leaves, group + GROUP), leaves, base, bases, GROUP, 256)
+            acc = end_leaf((nodes_ptr, stats_ptr), acc, base, base, n, leaves, 1)[0]
         mbarrier.arrive(q_empty, count=1)
         live = q_len * HEADS - tile * 64
         mbarrier.wait(end_full, turns & 1)
