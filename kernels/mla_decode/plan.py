@@ -107,8 +107,9 @@ class MlaDecodePlan:
         self.weights = buffer(apart, TILE, dtype=torch.bfloat16)
         self.tops, self.tile_sums = (buffer(apart, dtype=torch.float32) for _ in range(2))
         # By load: the counters of the barrier at which programs meet to fold, 0 between launches; with few heads what
-        # `meet` has, and for each sequence that is cut, at its first slot, parts that are stored, 0 between launches.
-        self.arrivals = buffer((3 if self.few else 2) if self.by_load else 0, dtype=torch.int32)
+        # `meet` has, and the tiles that programs have yet to ask for. Of each sequence that is cut, at its first slot,
+        # parts that are stored. Tiles and parts are 0 between launches.
+        self.arrivals = buffer((4 if self.few else 2) if self.by_load else 0, dtype=torch.int32)
         self.stored = buffer(slots if self.by_load and self.few else 0, dtype=torch.int32)
         if self.few or self.by_load:
             # Running totals of leaves; by load there are none.

@@ -54,6 +54,21 @@ def test_launches_of_a_graph_wait_for_each_other(heads: int, lengths: list[int])
         graph.replay()
         for out, right in zip(outs, wanted, strict=True):
             assert_same_bits(out, right)
+    assert_at_rest(plan)
+
+
+@pytest.mark.parametrize("left", [-(1 << 20), 1 << 20])
+@pytest.mark.parametrize("heads", [32, 16])
+def test_no_result_depends_on_the_pace(heads: int, left: int) -> None:
+    """Programs find that all of them are behind, or that none is."""
+    case = make_latents([(8190, 1)] * 64, 1, device="cuda")
+    q, plan = latent_queries(case, heads), planned(case, heads)
+    assert plan.begins_early(64) and int(plan.counts[0]) <= plan.programs
+    wanted, _ = attend(case, q, Backend.GLUON, plan)
+    plan.arrivals[3] = left
+    out, _ = attend(case, q, Backend.GLUON, plan)
+    assert_same_bits(out, wanted)
+    assert int(plan.arrivals[3]) == left
 
 
 @pytest.mark.parametrize("page_tokens", [8, 64])

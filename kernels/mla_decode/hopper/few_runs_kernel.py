@@ -6,7 +6,8 @@ launch before ends, ask for their first latents (few_early.py), and wait for tha
 write. They need not be on the card at once: programs begin in order, one that adds parts waits for those behind it, of
 which all but the last one on the card end, and those that meet wait no longer than need be.
 
-    producer       latents, a page's rows at a time, and the queries, as for many heads; parts that the program adds
+    producer       latents, a page's rows at a time, in step with other programs' (few_pace.py), and the queries; parts
+                   that the program adds
     pacer          the second tile of latents, while the launch before still runs
     consumer       everything else, for up to 32 heads
 """
@@ -82,7 +83,7 @@ def attend_few_runs(
         mbarrier.init(q_empty.index(s), count=1)
     work = (queue, queue_full, queue_empty)
     init_latent_barriers(halves, rope_bars, STAGES)
-    plan = (items_ptr, firsts_ptr, tables_ptr, parts_desc, stored_ptr)
+    plan = (items_ptr, firsts_ptr, tables_ptr, parts_desc, stored_ptr, counts_ptr, arrivals_ptr + 3)
     results = (out_ptr, lse_ptr, parts_ptr, levels_ptr)
     together = (arrivals_ptr, counts_ptr, shared_ptr)
     shared = ((q_left, q_right, q_rope, left, right, rope), handed)

@@ -2,7 +2,8 @@
 
 Its program's items lie one behind the other in the plan; parts of a sequence that a program merges come behind its
 latents. The rotary part of a tile has barriers of its own: it is free once the scores are there, long before the values
-are. Queries have two buffers. The first latents are on their way before the launch before has ended, see few_early.py.
+are. Queries have two buffers. The first latents are on their way before the launch before has ended, see few_early.py;
+few_pace.py says how many tiles are.
 """
 
 from triton.experimental import gluon
@@ -13,6 +14,7 @@ from kernels.hopper.barriers import acquire, fence_async_global
 from kernels.hopper.launches import wait_for_last_launch
 from kernels.hopper.work_queue import publish
 from kernels.mla_decode.hopper.few_early import TILES, ask_first_tile, drop, hand_over, still_so
+from kernels.mla_decode.hopper.few_pace import begin_pace, count_tile, end_pace, is_behind
 from kernels.mla_decode.hopper.leaves import planned_item
 from kernels.mla_decode.hopper.stream import ask_queries, box_rows, copy_boxes, load_queries
 
@@ -38,7 +40,7 @@ def stream_few_runs(
     ROWS: gl.constexpr,
     EARLY: gl.constexpr,
 ):
-    items_ptr, firsts_ptr, tables_ptr, parts_desc, stored_ptr = plan
+    items_ptr, firsts_ptr, tables_ptr, parts_desc, stored_ptr, counts_ptr, left_ptr = plan
     q_left, q_right, q_rope, left, right, rope = shared[0]
     q_full, q_empty, left_full, left_empty, right_full, right_empty = bars[0]
     rope_full, rope_empty = bars[1]
@@ -57,6 +59,8 @@ def stream_few_runs(
         ask_queries(q_half_desc, q_rope_desc, first_query * HEADS, early[0].index(TILES), queries, ROWS)
     index = gl.load(firsts_ptr + gl.program_id(0))
     stop_index = gl.load(firsts_ptr + gl.program_id(0) + 1)
+    if EARLY:
+        items = gl.load(counts_ptr)
     # Where each program has one item, it is read without waiting for its index.
     item = planned_item(items_ptr, gl.program_id(0))
     if EARLY and ready > 0 and not still_so(seen, index, stop_index):
@@ -82,14 +86,20 @@ def stream_few_runs(
             held = (q_left.index(buffer), q_right.index(buffer), q_rope.index(buffer), left, right, rope)
             held_bars = (q_full.index(buffer), q_empty.index(buffer), left_full, left_empty, right_full, right_empty)
             load_queries(q_half_desc, q_rope_desc, q_start * HEADS, turn // 2, held, held_bars, ROWS)
+        if EARLY:
+            programs, own_left = begin_pace(left_ptr, items, others, (stop - begin + TILE - 1) // TILE)
+            all_left = (own_left + 1) * programs
         for key in range(begin, stop, TILE):
             s = step % STAGES
             phase = ((step // STAGES) & 1) ^ 1
             last = (step + STAGES - 1) % STAGES
             last_phase = ((step + STAGES - 1) // STAGES & 1) ^ 1
-            if step > 0:
+            awaits_last = step > 0
+            if EARLY:
+                awaits_last &= is_behind(own_left, all_left, programs) == 0
+            if awaits_last:
                 # No more than a tile on its way: with two, programs end further apart, and 64 x 8,192 with 32 heads
-                # take 151.7 us for 150.0 (H200).
+                # take 151.7 us for 150.0 (H200). Those that are behind may have two.
                 mbarrier.wait(left_full.index(last), last_phase)
             mbarrier.wait(rope_empty.index(s), phase)
             mbarrier.expect(rope_full.index(s), TILE * 64 * 2)
@@ -97,7 +107,7 @@ def stream_few_runs(
             mbarrier.wait(left_empty.index(s), phase)
             mbarrier.expect(left_full.index(s), TILE * 256 * 2)
             copy_boxes(half_desc, 0, rows, left_full.index(s), left.index(s), BOX, BOXES)
-            if step > 0:
+            if awaits_last:
                 mbarrier.wait(right_full.index(last), last_phase)
             mbarrier.wait(right_empty.index(s), phase)
             mbarrier.expect(right_full.index(s), TILE * 256 * 2)
@@ -105,6 +115,11 @@ def stream_few_runs(
             # Read behind this tile's copies, while there is no room for the next.
             rows = box_rows(row_ptr, key + TILE, stop, page_rows, PAGE, BOX, BOXES)
             step += 1
+            if EARLY:
+                own_left -= 1
+                all_left = count_tile(left_ptr, programs)
+        if EARLY:
+            end_pace(left_ptr, programs, own_left)
         if others > 0:  # the program's last item
             await_parts(stored_ptr + slot, others)
         for n in range(others):
