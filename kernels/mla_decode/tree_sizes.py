@@ -11,8 +11,11 @@ TILE = 64
 
 
 class Tree(NamedTuple):
-    """How a sequence's sums are made: leaves of `leaf` latents, folded in groups, groups folded in order; where rows are
-    many, by twos (hopper/nodes.py), and a program has up to `leaves_per_group` of a sequence that is shared out."""
+    """How a sequence's sums are made: of leaves of `leaf` latents.
+
+    Where rows are few they are folded in groups, and groups in order; where rows are many, by twos (hopper/nodes.py),
+    and a program has up to `leaves_per_group` of a sequence that is shared out.
+    """
 
     leaf: int
     leaves_per_group: int

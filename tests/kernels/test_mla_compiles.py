@@ -262,11 +262,13 @@ def test_the_plain_kernels_spill_nothing() -> None:
 
 @pytest.mark.parametrize("levels", [0, 8])
 def test_fold_of_parts_of_16_bits(levels: int) -> None:
-    from kernels.mla_decode.hopper.fold import fold_shared
+    from kernels.mla_decode.hopper.fold import WARPS, fold_shared
 
     constants: dict[str, object] = {"HEADS": 128, "LEAVES_PER_GROUP": 8, "WHOLE": True, "LEVELS": levels, "ROWS": 64}
     constants |= {"SLOT_ROWS": 64, "LATENT": 512, "WANTS_LSE": True}
-    built = compile_for_hopper(fold_shared, constants, 4, lambda name: "*bf16" if name == "acc_ptr" else pointer(name))
+    built = compile_for_hopper(
+        fold_shared, constants, WARPS, lambda name: "*bf16" if name == "acc_ptr" else pointer(name)
+    )
     assert not built.spills
 
 

@@ -14,6 +14,9 @@ from kernels.softmax.triton import LN_2, NO_KEYS
 LATENT = 512
 # More programs take longer to find that there is nothing to fold than fewer take to fold.
 PROGRAMS = 1024
+# Where parts are of 16 bits a thread has eight columns: with four, of 4 warps, 64 x 8,192 with 64 heads take 180.0 us for
+# 177.7 (H200).
+WARPS = 2
 
 
 @triton.jit
@@ -90,13 +93,26 @@ def neighbours(a, b, is_rounded):
 
 
 @triton.jit
-def load_eight(partials, first, count, of_all, at, row, ROWS: tl.constexpr, LATENT: tl.constexpr):
+def four(parts, of_all):
+    """Returns the sum of four neighbours, as a tree."""
+    left = neighbours(parts[0], parts[1], of_all > 2)
+    return neighbours(left, neighbours(parts[2], parts[3], of_all > 2), of_all > 4)
+
+
+@triton.jit
+def eight(partials, first, count, of_all, at, row, ROWS: tl.constexpr, LATENT: tl.constexpr):
     """Returns the sum of eight neighbours, of which there are `count`, as a tree. All are read at once."""
-    a = load_four(partials, first, count, at, row, ROWS, LATENT)
-    b = load_four(partials, first + 4, count - 4, at, row, ROWS, LATENT)
-    left = neighbours(neighbours(a[0], a[1], of_all > 2), neighbours(a[2], a[3], of_all > 2), of_all > 4)
-    right = neighbours(neighbours(b[0], b[1], of_all > 2), neighbours(b[2], b[3], of_all > 2), of_all > 4)
-    return neighbours(left, right, of_all > 8)
+    if count <= 2:
+        a = load_part(partials, first, count > 0, at, row, ROWS, LATENT)
+        b = load_part(partials, first + 1, count > 1, at, row, ROWS, LATENT)
+        acc, row_max, row_sum = neighbours(a, b, of_all > 2)
+    elif count <= 4:
+        acc, row_max, row_sum = four(load_four(partials, first, count, at, row, ROWS, LATENT), of_all)
+    else:
+        a = load_four(partials, first, count, at, row, ROWS, LATENT)
+        b = load_four(partials, first + 4, count - 4, at, row, ROWS, LATENT)
+        acc, row_max, row_sum = neighbours(four(a, of_all), four(b, of_all), of_all > 8)
+    return acc, row_max, row_sum
 
 
 @triton.jit
@@ -119,7 +135,7 @@ def fold_eights(partials, first, count, at, row, ROWS: tl.constexpr, LATENT: tl.
     acc, row_max, row_sum = no_keys(LATENT)
     last = (count - 1) // 8
     for i in tl.range(0, last + 1):
-        acc, row_max, row_sum = load_eight(partials, first + i * 8, count - i * 8, count, at, row, ROWS, LATENT)
+        acc, row_max, row_sum = eight(partials, first + i * 8, count - i * 8, count, at, row, ROWS, LATENT)
         ends = (~i & (i + 1)) - 1  # levels, as bits, of the kept sums that end here
         if i == last:
             ends = i
@@ -183,7 +199,7 @@ def fold_shared(
             if WHOLE:
                 acc, row_max, row_sum = no_keys(LATENT)
                 if parts <= 8:
-                    acc, row_max, row_sum = load_eight(partials, first, parts, parts, at, row % ROWS, SLOT_ROWS, LATENT)
+                    acc, row_max, row_sum = eight(partials, first, parts, parts, at, row % ROWS, SLOT_ROWS, LATENT)
                 else:
                     if LEVELS > 0:
                         acc, row_max, row_sum = fold_eights(
@@ -231,6 +247,6 @@ def fold(plan: MlaDecodePlan, num_seqs: int, out: torch.Tensor, lse: torch.Tenso
         SLOT_ROWS=plan.slot_rows,
         LATENT=LATENT,
         WANTS_LSE=lse is not None,
-        num_warps=4,
+        num_warps=4 if plan.few else WARPS,
         launch_pdl=True,
     )
