@@ -9,7 +9,7 @@ __all__ = ["FEW_HEADS", "MOST_TOKENS", "MOST_TOKENS_OF_MANY_HEADS", "reason_agai
 # Of 128 heads 16 tokens take 10.9 us into the latents' space and 11.4 out of it, in Triton 12.1 and 11.7; 64 tokens
 # take 13.2 and 15.4, in Triton 14.1 and 13.4 (H200). Most is gained by overlap with other launches: a sparse layer of
 # one sequence takes 48.6 us, in Triton 57.3. So is what few heads gain with more tokens: attention over latents inside
-# layers of 64 sequences takes 138.3 us with 16 heads, behind the Triton kernel 141.6.
+# layers of 64 sequences takes 138.8 us with 16 heads, behind the Triton kernel 141.5.
 MOST_TOKENS_OF_MANY_HEADS, MOST_TOKENS, FEW_HEADS = 16, 64, 32
 # Depth and columns of the matrices whose products were compared with the plain kernel's on an H200, bit by bit.
 SHAPES = ((128, 512), (512, 128))
