@@ -5,7 +5,7 @@
 
 So that one consumer's products run while the other makes weights. Weights go back and forth in one buffer, with the
 rows' bases: the odd consumer reads an even tile's before it writes an odd one's, and so on. Where a leaf ends, its sums
-join those in memory while the next one's first scores are made.
+are kept in memory, or added to what is kept there: see nodes.py.
 """
 
 from triton.experimental import gluon

@@ -38,13 +38,6 @@ def clear_tail(values, live, TILE: gl.constexpr):
 
 
 @gluon.jit
-def part_at(row, dim, ROWS: gl.constexpr):
-    """Returns the offsets of a partial result: eight values of a row, then eight of the next: stores coalesce."""
-    row = opaque(row).to(gl.int64)
-    return (row * 8)[:, None] + (dim // 8 * (ROWS * 8) + dim % 8).to(gl.int64)[None, :]
-
-
-@gluon.jit
 def fold(sum_ptr, at, acc, keep, weight, mask):
     """Returns the sum of the leaves so far, in memory, plus this leaf's part."""
     row_sum = gl.load(sum_ptr + at, mask=mask, other=0.0)
