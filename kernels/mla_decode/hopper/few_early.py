@@ -55,7 +55,7 @@ def ask_first_tile(
     Returns how many tiles are asked for early, the first query's number, and what was gone by. Numbers of an earlier
     plan and any page numbers do no harm: the copy engine reads nothing but the pages.
     """
-    items_ptr, firsts_ptr, tables_ptr, _, _ = plan
+    items_ptr, firsts_ptr, tables_ptr, _, _, _, _ = plan
     full, told, told_full = early
     BOX: gl.constexpr = PAGE if PAGE < TILE else TILE
     lane = gl.arange(0, 32, LANES)
