@@ -16,25 +16,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kernels.hopper.registers import opaque
-
-
-@gluon.constexpr_function
-def places(columns):
-    """Returns the layout of so many columns of a part: a thread has eight places of a row side by side, 16 bytes."""
-    blocks = [[0, 32 << i] for i in range((columns // 32).bit_length() - 1)]
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], *blocks, [8, 0]],
-        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, columns],
-    )
+from kernels.mla_decode.hopper.product_layout import memory_layout, reordered
 
 
 @gluon.jit
 def _rows_and_offsets(COLUMNS: gl.constexpr, ROWS: gl.constexpr):
-    """Returns the rows of a part and its places' offsets: 32 columns of a row, then of the next."""
-    LAYOUT: gl.constexpr = places(COLUMNS)
+    """Returns a part's row numbers [64] and the offsets [64, COLUMNS] of its values: 32 of a row, then of the next."""
+    LAYOUT: gl.constexpr = memory_layout(COLUMNS)
     # Addresses are computed here: kept over a loop, they would cost registers.
     row = opaque(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)))
     place = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
@@ -43,11 +31,9 @@ def _rows_and_offsets(COLUMNS: gl.constexpr, ROWS: gl.constexpr):
 
 @gluon.jit
 def store_part(part_ptr, acc, live, ROWS: gl.constexpr, LIVE: gl.constexpr = True):
-    """Stores columns of a part in 16 bits, as they lie in registers after products."""
+    """Stores columns of a partial result in bf16, in the order of product_layout.py; LIVE: rows below `live` alone."""
     COLUMNS: gl.constexpr = acc.shape[1]
-    LAYOUT: gl.constexpr = places(COLUMNS)
-    half = gl.permute(gl.reshape(acc.to(gl.bfloat16), [64, COLUMNS // 32, 4, 4, 2]), (0, 1, 3, 2, 4))
-    half = gl.convert_layout(gl.reshape(half, [64, COLUMNS]), LAYOUT, assert_trivial=True)
+    half = reordered(acc.to(gl.bfloat16), memory_layout(COLUMNS))
     row, at = _rows_and_offsets(COLUMNS, ROWS)
     if LIVE:
         gl.store(part_ptr + at, half, mask=(row < live)[:, None])
@@ -58,9 +44,7 @@ def store_part(part_ptr, acc, live, ROWS: gl.constexpr, LIVE: gl.constexpr = Tru
 @gluon.jit
 def _load_part(part_ptr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
     _, at = _rows_and_offsets(COLUMNS, 64)
-    half = gl.load(part_ptr + at, cache_modifier=".cg")
-    half = gl.permute(gl.reshape(half, [64, COLUMNS // 32, 4, 4, 2]), (0, 1, 3, 2, 4))
-    return gl.convert_layout(gl.reshape(half, [64, COLUMNS]), LAYOUT, assert_trivial=True).to(gl.float32)
+    return reordered(gl.load(part_ptr + at, cache_modifier=".cg"), LAYOUT).to(gl.float32)
 
 
 @gluon.jit

@@ -1,25 +1,14 @@
 """Parts of results, of what is cut by load: where they lie, and how consumers store them or whole results.
 
 A part is divided by its sum of weights and of bfloat16, like an output. Its level is the logarithm of that sum.
-Columns of a part lie as threads have them after products: a thread stores 16 bytes of a row without an exchange, and
-its neighbours' lie beside them.
+Columns of a part lie as product_layout.py says.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kernels.hopper.registers import opaque
-
-# Rows and places of a part, of 256 columns.
-PLACES = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], [0, 128], [8, 0]],
-        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, 256],
-    )
-)
+from kernels.mla_decode.hopper.product_layout import memory_layout, reordered
 
 
 @gluon.jit
@@ -51,12 +40,11 @@ def store_rows(
 
 @gluon.jit
 def _store_part(part_ptr, result, live):
-    places = gl.permute(gl.reshape(result, [64, 8, 4, 4, 2]), (0, 1, 3, 2, 4))
-    places = gl.convert_layout(gl.reshape(places, [64, 256]), PLACES, assert_trivial=True)
+    LAYOUT: gl.constexpr = memory_layout(256)
     # Addresses are computed here: kept over the loop, they would cost registers.
-    row = opaque(gl.arange(0, 64, gl.SliceLayout(1, PLACES)))
-    at = row[:, None] * 512 + gl.arange(0, 256, gl.SliceLayout(0, PLACES))[None, :]
-    gl.store(part_ptr + at, places, mask=(row < live)[:, None])
+    row = opaque(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)))
+    at = row[:, None] * 512 + gl.arange(0, 256, gl.SliceLayout(0, LAYOUT))[None, :]
+    gl.store(part_ptr + at, reordered(result, LAYOUT), mask=(row < live)[:, None])
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""Where the columns of a part lie: as threads have them after products, see parts.py; in order where heads are few."""
+"""Where the columns of a part lie: in the order of product_layout.py; ascending where heads are few."""
 
 import triton
 import triton.language as tl

@@ -4,18 +4,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kernels.hopper.registers import opaque
+from kernels.mla_decode.hopper.product_layout import memory_layout, reordered
 
-# Rows and places of a tile's weights: a thread has eight places side by side, 16 bytes, its neighbours those behind.
-PLACES = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 32], [8, 0]],
-        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, 64],
-    )
-)
-# The same places in memory, 64 of them a row: the first 32 of each row of weights, then the others.
+# A tile's weights in the order of memory, 64 a row: the first 32 of each row of weights, then the others.
 COPIED = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 4], [32, 0], [4, 0]],
@@ -29,17 +20,16 @@ COPIED = gl.constexpr(
 
 @gluon.jit
 def _offsets(tile):
-    row = opaque(gl.arange(0, 64, gl.SliceLayout(1, PLACES))).to(gl.int64)
-    place = gl.arange(0, 64, gl.SliceLayout(0, PLACES))
+    LAYOUT: gl.constexpr = memory_layout(64)
+    row = opaque(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))).to(gl.int64)
+    place = gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
     return (tile.to(gl.int64) * 4096 + row * 32)[:, None] + (place // 32 * 2048 + place % 32).to(gl.int64)[None, :]
 
 
 @gluon.jit
 def store_weights(weights_ptr, tile, weights):
     """Stores a tile's weights [64, 64], in the layout of a product."""
-    places = gl.permute(gl.reshape(weights, [64, 2, 4, 4, 2]), (0, 1, 3, 2, 4))
-    places = gl.convert_layout(gl.reshape(places, [64, 64]), PLACES, assert_trivial=True)
-    gl.store(weights_ptr + _offsets(tile), places)
+    gl.store(weights_ptr + _offsets(tile), reordered(weights, memory_layout(64)))
 
 
 @gluon.jit
