@@ -51,7 +51,7 @@ class KeyChanges:
         self._queue(self.touches, keys)
 
     def follow(self, life_ms: int) -> None:
-        """Makes keys touched from now on end after one that has so long to live, which an earlier service touched."""
+        """Makes keys that are touched from now on expire after a key whose time to live is `life_ms`."""
         self._last_end_ms = max(self._last_end_ms, self._clock() + life_ms)
 
     @property

@@ -17,10 +17,10 @@ from kernels.mla_decode.tree_sizes import TILE
 
 @triton.jit
 def fits(tiles, size, enough, programs, PER_ITEM: tl.constexpr):
-    """Returns whether items of so many tiles of latents keep no program longer than enough.
+    """Returns whether no program gets more than `enough` tiles of latents if work items have PER_ITEM of them each.
 
-    A sequence has `tiles` tiles of rows and `size` tiles of latents. Full items take whole rounds of all programs;
-    their rests go to those that are free in the last round, or on top.
+    A sequence has `tiles` tiles of rows and `size` tiles of latents. Full items are dealt out in rounds, one to each
+    program; a sequence's shorter last item goes to a program that is idle in the last round, else it comes on top.
     """
     fulls = tl.sum(tiles * (size // PER_ITEM), 0)
     rest = tl.where(tiles > 0, size % PER_ITEM, 0)
@@ -34,7 +34,10 @@ def fits(tiles, size, enough, programs, PER_ITEM: tl.constexpr):
 def step_of(
     tiles, size, enough, programs, PER_LEAF: tl.constexpr, LEAVES_PER_GROUP: tl.constexpr, BY_TWOS: tl.constexpr
 ):
-    """Returns how many leaves an item has: those of a group if that fits, else one; BY_TWOS: or half or a quarter."""
+    """Returns how many leaves a work item has: LEAVES_PER_GROUP if that `fits`, else 1.
+
+    BY_TWOS: the most of LEAVES_PER_GROUP, its half and its quarter that fits, else 1.
+    """
     step = tl.where(fits(tiles, size, enough, programs, PER_LEAF * LEAVES_PER_GROUP), LEAVES_PER_GROUP, 1)
     if BY_TWOS:
         HALF: tl.constexpr = LEAVES_PER_GROUP // 2

@@ -35,7 +35,7 @@ def scores_of(q, latents, s, phase, full, TILE: gl.constexpr, LAYOUT: gl.constex
 
 @gluon.jit
 def places(dim, row):
-    """Returns offsets of a result whose rows are the values' dimensions: eight of a head, then of the next."""
+    """Returns offsets of a result whose rows are the values' dimensions: 8 of a head, then 8 of the next head."""
     dim = opaque(dim)
     return (dim // 8 * 128 + dim % 8)[:, None] + (opaque(row) * 8)[None, :]
 

@@ -16,7 +16,7 @@ LEAST_TILES = gl.constexpr(8)
 
 @gluon.jit
 def begin_pace(left_ptr, items, others, tiles):
-    """Returns with how many programs this one keeps pace, 0 if with none, and the tiles that it has left.
+    """Returns how many programs keep pace, 0 if none do, and how many tiles this one has left.
 
     One that merges another's part is to end two tiles behind that. `items` are those of the launch.
     """
@@ -35,7 +35,7 @@ def count_tile(left_ptr, programs):
 
 @gluon.jit
 def is_behind(own_left, all_left, programs):
-    """Returns whether a program is more than a tile behind those in step.
+    """Returns whether a program is a tile or more behind those in step.
 
     Just after it has asked for a tile, one in step has half a tile less left than all have in the mean.
     """

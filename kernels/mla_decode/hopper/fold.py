@@ -85,7 +85,7 @@ def fold_parts(partials, first, count, at, row, ROWS: tl.constexpr, LATENT: tl.c
 
 @triton.jit
 def neighbours(a, b, is_rounded):
-    """Returns the sum of two neighbours of the tree in nodes.py, rounded to 16 bits if it is not the last."""
+    """Returns the sum of two neighbours in the tree of nodes.py, rounded to bf16 unless it is the root."""
     acc, row_max, row_sum = joined(a[0], a[1], a[2], b)
     if is_rounded:
         acc = acc.to(tl.bfloat16).to(tl.float32)
@@ -101,7 +101,7 @@ def four(parts, of_all):
 
 @triton.jit
 def eight(partials, first, count, of_all, at, row, ROWS: tl.constexpr, LATENT: tl.constexpr):
-    """Returns the sum of eight neighbours, of which there are `count`, as a tree. All are read at once."""
+    """Returns the sum, as a tree, of up to eight neighbours, `count` of which exist. All are read at once."""
     if count <= 2:
         a = load_part(partials, first, count > 0, at, row, ROWS, LATENT)
         b = load_part(partials, first + 1, count > 1, at, row, ROWS, LATENT)
@@ -117,7 +117,7 @@ def eight(partials, first, count, of_all, at, row, ROWS: tl.constexpr, LATENT: t
 
 @triton.jit
 def taken(kept, number, level):
-    """Returns what is kept of a level."""
+    """Returns the kept sum of a level."""
     acc, row_max, row_sum = kept
     return (
         tl.sum(tl.where((number == level)[:, None], acc, 0.0), 0),
@@ -128,7 +128,7 @@ def taken(kept, number, level):
 
 @triton.jit
 def fold_eights(partials, first, count, at, row, ROWS: tl.constexpr, LATENT: tl.constexpr, LEVELS: tl.constexpr):
-    """Returns the sum of more than eight parts as a tree, at most one sum of each of LEVELS levels at a time."""
+    """Returns the sum of more than eight parts as a tree; of each of LEVELS levels at most one sum is kept."""
     number = tl.arange(0, LEVELS)
     accs = tl.zeros([LEVELS, LATENT], tl.float32)
     maxima, sums = tl.zeros([LEVELS], tl.float32), tl.zeros([LEVELS], tl.float32)

@@ -1,4 +1,4 @@
-"""What the partitions of mla_decode for Hopper share: items of the plan, cleared tails, where results lie."""
+"""What the partitions of mla_decode for Hopper share: items of the plan, cleared tails, running totals."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -10,7 +10,7 @@ from kernels.hopper.registers import opaque
 
 @gluon.jit
 def planned_item(items_ptr, index):
-    """An item of the plan; all but the sequence go to the consumers, in this order."""
+    """Returns an item of the plan; all but the sequence go to the consumers, in this order."""
     at = items_ptr + index * 8
     seq, q_start, q_len, tile = gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
     return seq, q_start, q_len, tile, gl.load(at + 4), gl.load(at + 5), gl.load(at + 6), gl.load(at + 7)

@@ -1,9 +1,9 @@
-"""The tree of mla_decode's leaves, for Hopper: what a program keeps of it in memory, and how parts are stored.
+"""The binary tree in which mla_decode for Hopper adds up a sequence's leaves, in ascending order.
 
-Leaves are added up by twos, these sums by twos, and so on. What is added to a neighbour or stored is rounded to 16 bits
-before, so a leaf costs a trip of 64 KB; the last sum of all is not. What has no neighbour on its right, at a sequence's
-end, goes up unchanged. A program that walks along leaves keeps at most one sum of each level, until the one on its
-right is there.
+Both operands of an addition are rounded to bf16, so that one which waits in memory has 64 KB; the root is not rounded.
+A node without a right neighbour, at a sequence's end, goes up to the next level as it is. So the tree follows from the
+sequence's length alone. A program goes through its leaves in order, and keeps at most one sum of each level in memory,
+until the right neighbour of that is there.
 
     leaf        0   1   2   3   4   5
     level 0     |   |   |   |   |   |
@@ -49,7 +49,7 @@ def _load_part(part_ptr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _halves(x):
-    """Returns the left and the right half of columns; registers are only named anew."""
+    """Returns the left and the right half of columns, without a move between threads."""
     return gl.split(gl.permute(gl.reshape(x, [64, 2, x.shape[1] // 2]), (0, 2, 1)))
 
 
@@ -70,7 +70,10 @@ def _with_piece(part_ptr, piece, factor):
 
 @gluon.jit
 def _with_part(part_ptr, acc, factor):
-    """Returns 256 columns, rounded, plus a part's times factors of two. 64 at a time: registers are few."""
+    """Returns acc [64, 256] rounded to bf16, plus a partial result in memory times a power of two for each row.
+
+    64 columns at a time: registers are few.
+    """
     LAYOUT: gl.constexpr = acc.type.layout
     left, right = _halves(acc)
     HALF: gl.constexpr = left.type.layout
@@ -85,7 +88,8 @@ def _with_part(part_ptr, acc, factor):
 
 @gluon.jit
 def _kept_at(memory, level, HALF: gl.constexpr):
-    """Returns where a program keeps 256 columns of a level, and where its rows' bases, behind them sums of weights."""
+    """Returns pointers to what a program keeps of a level: 256 columns of sums, and its rows' bases and, 64 values
+    behind these, their sums of weights."""
     nodes_ptr, stats_ptr = memory
     index = level * gl.num_programs(0) + gl.program_id(0)
     return nodes_ptr + index.to(gl.int64) * (64 * 512) + HALF * (64 * 256), stats_ptr + index * 256 + HALF * 128
@@ -93,7 +97,7 @@ def _kept_at(memory, level, HALF: gl.constexpr):
 
 @gluon.jit
 def with_kept(memory, acc, row_sum, base, levels, HALF: gl.constexpr):
-    """Returns columns, and rows' sums of weights, with what is kept of these levels (bits), from the lowest up."""
+    """Returns acc and row_sum with the kept sums of these levels (a bit mask) added, lowest level first."""
     row = opaque(gl.arange(0, 64, base.type.layout))
     level = 0
     while levels > 0:
@@ -110,7 +114,7 @@ def with_kept(memory, acc, row_sum, base, levels, HALF: gl.constexpr):
 
 @gluon.jit
 def keep(memory, acc, row_sum, base, bit, HALF: gl.constexpr):
-    """Keeps columns as the sum of the level with this bit."""
+    """Keeps acc and row_sum as the sum of a level, given as 1 << level."""
     level = (bit.to(gl.float32).to(gl.int32, bitcast=True) >> 23) - 127
     part_ptr, stats_ptr = _kept_at(memory, level, HALF)
     stats_ptr += opaque(gl.arange(0, 64, base.type.layout))
@@ -122,8 +126,10 @@ def keep(memory, acc, row_sum, base, bit, HALF: gl.constexpr):
 
 @gluon.jit
 def end_leaf(memory, acc, row_sum, base, number, leaves, HALF: gl.constexpr):
-    """Returns what a run's leaf `number` of `leaves` becomes: with sums that are kept; the last one with all of them.
-    Others are kept in turn."""
+    """Adds to a program's leaf `number` of `leaves` the kept sums that are its left neighbours, to the last one all.
+
+    Returns (acc, row_sum). The sum of a leaf that is not the last is kept, and row_sum begins again at 0.
+    """
     bit = (number + 1) & ~number
     levels = bit - 1
     if number + 1 == leaves:
