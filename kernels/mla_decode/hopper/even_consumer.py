@@ -18,7 +18,15 @@ from kernels.mla_decode.hopper.fold_together import fold_together
 from kernels.mla_decode.hopper.leaves import clear_tail
 from kernels.mla_decode.hopper.parts import level, store_rows
 from kernels.mla_decode.hopper.scores import masked, start_scores, weighed
+from kernels.mla_decode.hopper.whole import moved
 from kernels.softmax.triton import NO_KEYS
+
+
+@gluon.jit
+def rebased(row_sum, acc, by, tile_sum):
+    """Returns a row's sums relative to a base that is `by` higher: of weights, with a tile's, and of values."""
+    OR: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    return gl.fma(row_sum, gl.exp2(-by), tile_sum), moved(acc, gl.convert_layout(by, OR))
 
 
 @gluon.jit
@@ -64,7 +72,7 @@ def attend_even(
         mbarrier.wait(q_full, turns & 1)
         count = (stop - begin + TILE - 1) // TILE
         # Above every masked score, so that the weight of one is 0 even in a row that has seen no key yet.
-        row_max = gl.full([64], NO_KEYS, gl.float32, SR)
+        base = gl.full([64], NO_KEYS, gl.float32, SR)
         row_sum = gl.full([64], 0.0, gl.float32, SR)
         acc = gl.zeros([64, 256], gl.float32, VALUES)
         for i in range(0, count, 2):
@@ -74,15 +82,13 @@ def attend_even(
             scores = warpgroup_mma_wait(0, deps=[part])
             mbarrier.arrive(rope_empty.index(s), count=1)
             scores = masked(scores, first, last_seen, q_len, length, TILE, SCORES)
-            weights, row_max, decay = weighed(scores, row_max, scale_log2)
-            half = weights.to(gl.bfloat16)
+            half, tile_sum, new_base = weighed(scores, base, scale_log2)
             handed.store(half)
-            stats.index(0).store(row_max)
-            stats.index(1).store(decay)
+            stats.index(0).store(new_base)
             thread_barrier()
             mbarrier.arrive(even_done, count=1)
-            row_sum = gl.fma(row_sum, decay, gl.sum(weights, 1))
-            acc = acc * gl.convert_layout(decay, OR)[:, None]
+            row_sum, acc = rebased(row_sum, acc, new_base - base, tile_sum)
+            base = new_base
             if first + TILE > length:
                 clear_tail(left.index(s), length - first, TILE)
             values = warpgroup_mma(gl.convert_layout(half, P), left.index(s), acc, is_async=True)
@@ -95,10 +101,9 @@ def attend_even(
             if i + 1 < count:
                 s = step % STAGES
                 others = handed.load(P)
-                row_max = stats.index(2).load(SR)
-                decay = stats.index(3).load(SR)
-                row_sum = gl.fma(row_sum, decay, stats.index(4).load(SR))
-                acc = acc * gl.convert_layout(decay, OR)[:, None]
+                new_base = stats.index(1).load(SR)
+                row_sum, acc = rebased(row_sum, acc, new_base - base, stats.index(2).load(SR))
+                base = new_base
                 if first + 2 * TILE > length:
                     clear_tail(left.index(s), length - first - TILE, TILE)
                 values = warpgroup_mma(others, left.index(s), acc, is_async=True)
@@ -107,7 +112,7 @@ def attend_even(
                 step += 1
         mbarrier.arrive(q_empty, count=1)
         mbarrier.wait(end_empty, (turns & 1) ^ 1)
-        ends.index(0).store(row_max)
+        ends.index(0).store(base)
         ends.index(1).store(row_sum)
         thread_barrier()
         mbarrier.arrive(end_full, count=1)
@@ -115,7 +120,7 @@ def attend_even(
             # Computed here once more: kept over the loop, they would cost registers.
             row = opaque(gl.arange(0, 64, SR))
             live = row < q_len * HEADS - tile * 64
-            gl.store(levels_ptr + slot * SLOT_ROWS + row, level(row_max, row_sum), mask=live)
+            gl.store(levels_ptr + slot * SLOT_ROWS + row, level(base, row_sum), mask=live)
         row_sum = gl.convert_layout(row_sum, OR)
         store_rows(results, acc, row_sum, (q_start, q_len, tile, slot), 0, HEADS, SLOT_ROWS, VALUES)
         turns = (turns + 1) & 3

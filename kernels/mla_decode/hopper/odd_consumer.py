@@ -13,7 +13,8 @@ from kernels.mla_decode.hopper.fold_together import fold_together
 from kernels.mla_decode.hopper.leaves import clear_tail
 from kernels.mla_decode.hopper.parts import level, store_rows
 from kernels.mla_decode.hopper.scores import masked, start_scores, weighed
-from kernels.softmax.triton import LN_2
+from kernels.mla_decode.hopper.whole import moved
+from kernels.softmax.triton import LN_2, NO_KEYS
 
 
 @gluon.jit
@@ -60,6 +61,7 @@ def attend_odd(
             last_seen += gl.minimum((tile * 64 + gl.arange(0, 64, SR)) // HEADS, q_len - 1)
         mbarrier.wait(q_full, turns & 1)
         count = (stop - begin + TILE - 1) // TILE
+        base = gl.full([64], NO_KEYS, gl.float32, SR)
         acc = gl.zeros([64, 256], gl.float32, VALUES)
         for i in range(0, count, 2):
             s = step % STAGES
@@ -69,23 +71,23 @@ def attend_odd(
                 part = start_scores(q, latents, full, t, ((step + 1) // STAGES) & 1, TILE, SCORES)
                 mbarrier.wait(even_done, pairs & 1)
                 others = handed.load(P)
-                row_max = stats.index(0).load(SR)
-                acc = acc * stats.index(1).load(OR)[:, None]
+                new_base = stats.index(0).load(SR)
+                acc = moved(acc, gl.convert_layout(new_base - base, OR))
+                base = new_base
                 values = warpgroup_mma(others, right.index(s), acc, is_async=True)
                 scores = warpgroup_mma_wait(1, deps=[part])
                 mbarrier.arrive(rope_empty.index(t), count=1)
                 scores = masked(scores, first + TILE, last_seen, q_len, length, TILE, SCORES)
-                weights, row_max, decay = weighed(scores, row_max, scale_log2)
-                half = weights.to(gl.bfloat16)
+                half, sums, new_base = weighed(scores, base, scale_log2)
                 handed.store(half)
-                stats.index(2).store(row_max)
-                stats.index(3).store(decay)
-                stats.index(4).store(gl.sum(weights, 1))
+                stats.index(1).store(new_base)
+                stats.index(2).store(sums)
                 thread_barrier()
                 mbarrier.arrive(odd_done, count=1)
                 acc = warpgroup_mma_wait(0, deps=[values])
                 mbarrier.arrive(right_empty.index(s), count=1)
-                acc = acc * gl.convert_layout(decay, OR)[:, None]
+                acc = moved(acc, gl.convert_layout(new_base - base, OR))
+                base = new_base
                 if first + 2 * TILE > length:
                     clear_tail(right.index(t), length - first - TILE, TILE)
                 values = warpgroup_mma(gl.convert_layout(half, P), right.index(t), acc, is_async=True)
@@ -95,7 +97,8 @@ def attend_odd(
             else:
                 mbarrier.wait(even_done, pairs & 1)
                 others = handed.load(P)
-                acc = acc * stats.index(1).load(OR)[:, None]
+                new_base = stats.index(0).load(SR)
+                acc = moved(acc, gl.convert_layout(new_base - base, OR))
                 thread_barrier()
                 mbarrier.arrive(odd_done, count=1)
                 if first + TILE > length:

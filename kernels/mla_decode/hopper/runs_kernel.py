@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from kernels.hopper.softmax import declare_looks
 from kernels.mla_decode.hopper.even_consumer import attend_even
 from kernels.mla_decode.hopper.odd_consumer import attend_odd
 from kernels.mla_decode.hopper.runs_barriers import init_latent_barriers, latent_barriers
@@ -49,6 +50,7 @@ def attend_runs(
     TOGETHER: gl.constexpr,
     WANTS_LSE: gl.constexpr,
 ):
+    declare_looks()
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     HANDED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=2 * TILE, element_bitwidth=16, rank=2)
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -60,7 +62,7 @@ def attend_runs(
     right = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, 256], LAYOUT)
     rope = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, 64], LAYOUT)
     handed = gl.allocate_shared_memory(gl.bfloat16, [64, TILE], HANDED)
-    stats = gl.allocate_shared_memory(gl.float32, [5, 64], VECTOR)
+    stats = gl.allocate_shared_memory(gl.float32, [3, 64], VECTOR)
     ends = gl.allocate_shared_memory(gl.float32, [2, 64], VECTOR)
     q_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
     q_empty = gl.allocate_shared_memory(gl.int64, [1], BAR)

@@ -5,7 +5,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
 from kernels.hopper.registers import opaque_zero_of
+from kernels.hopper.softmax import any_in_warp, weigh
+from kernels.mla_decode.hopper.whole import thread_leads
 from kernels.softmax.triton import MASKED
+
+# How far, in units of log2, a score may lie above its row's base without moving it.
+LEAD = gl.constexpr(8.0)
 
 
 @gluon.jit
@@ -35,7 +40,13 @@ def masked(scores, first, last_seen, q_len, length, TILE: gl.constexpr, LAYOUT: 
 
 
 @gluon.jit
-def weighed(scores, row_max, scale_log2):
-    """Returns a tile's weights, the rows' maximum so far, and the factor by which all before shrinks."""
-    new_max = gl.maximum(row_max, gl.max(scores, 1) * scale_log2)
-    return gl.exp2(scores * scale_log2 - new_max[:, None]), new_max, gl.exp2(row_max - new_max)
+def weighed(scores, base, scale_log2):
+    """Returns a tile's weights in bf16, their rows' sums, and the rows' bases, which moved where a score was far above.
+
+    A weight is 2^(scaled score - base), and so at most 2^LEAD.
+    """
+    if any_in_warp(thread_leads(scores, base, scale_log2), LEAD):
+        top = gl.max(scores, 1) * scale_log2
+        base = gl.where(top > base + LEAD, top, base)
+    weights = weigh(scores, base, scale_log2)
+    return weights.to(gl.bfloat16), gl.sum(weights, 1), base

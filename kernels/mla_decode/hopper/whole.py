@@ -20,12 +20,17 @@ def _thread_tops(scores):
 
 
 @gluon.jit
-def _base_for(scores, base, scale_log2):
-    """Returns bases above a tile's scores. A warp looks for a row's largest where a thread has one above a base."""
+def thread_leads(scores, base, scale_log2):
+    """Returns how far the largest scores [rows, 4] of the four threads of a row lie above its base, scaled."""
     tops = _thread_tops(scores)
     by_row = gl.expand_dims(gl.convert_layout(base, gl.SliceLayout(1, tops.type.layout)), 1)
-    lead = gl.fma(tops, gl.zeros_like(tops) + scale_log2, gl.zeros_like(tops) - by_row)
-    if any_in_warp(lead, 0.0):
+    return gl.fma(tops, gl.zeros_like(tops) + scale_log2, gl.zeros_like(tops) - by_row)
+
+
+@gluon.jit
+def _base_for(scores, base, scale_log2):
+    """Returns bases above a tile's scores. A warp looks for a row's largest where a thread has one above a base."""
+    if any_in_warp(thread_leads(scores, base, scale_log2), 0.0):
         base = top_behind(base, scores, scale_log2)
     return base
 
