@@ -61,7 +61,7 @@ class MlaDecodePlan:
         self.few = self.rows < MANY_ROWS
         self.slot_rows = self.rows if self.few and not by_load else min(self.rows, heads * max_q_tokens)
         tiles = self.tiles = -(-heads * max_q_tokens // self.rows)
-        leaves = self.leaves = max(-(-max_seqlen_k // self.tree.leaf), 1)
+        leaves = self.leaves = self.tree.most_leaves(max_seqlen_k)
         # A tile is shared out only if it is longer than a program's part of the batch: see the kernels that plan.
         self.max_shared = max(min(max_seqs * tiles, programs), 1)
         if self.by_load:
@@ -84,9 +84,9 @@ class MlaDecodePlan:
         # By load with few heads, in place of queries and tile: for a first part that merges the others, how many there
         # are, -1 for each of these, and else 0; and which part of its sequence it is.
         self.items = buffer(self.max_items, 8, dtype=torch.int32)
-        # Items, leaves in an item of a sequence that is shared out, and such sequences; by load items, tiles of latents
-        # of a program, and tiles of rows that are shared out.
-        self.counts = buffer(3, dtype=torch.int32)
+        # Items, leaves in an item of a sequence that is shared out, such sequences, and the most tiles of latents of a
+        # leaf; by load items, tiles of latents of a program, and tiles of rows that are shared out.
+        self.counts = buffer(4, dtype=torch.int32)
         # First query, queries, parts of a tile, first slot of each of these; by load first row, rows and parts of each
         # tile or piece of one, and where in all slots its first part's rows begin.
         self.shared = buffer(
@@ -102,6 +102,8 @@ class MlaDecodePlan:
             self.acc = torch.empty((slots, self.slot_rows, 512), dtype=of_parts, device=device)
             self.row_max = torch.empty((slots, self.slot_rows), dtype=torch.float32, device=device)
             self.row_sum = torch.empty((slots, self.slot_rows), dtype=torch.float32, device=device)
+        # What work_queue.py counts: items drawn, and programs that are done.
+        self.drawn = buffer(0 if self.by_load else 2, dtype=torch.int32)
         # Of tiles of latents and rows whose weights have a launch of their own: these, their tops and their sums.
         apart = self.max_seqs_apart * leaves * (self.tree.leaf // TILE) * 64
         self.weights = buffer(apart, TILE, dtype=torch.bfloat16)
@@ -147,8 +149,7 @@ class MlaDecodePlan:
 
     def columns_apart(self, num_seqs: int) -> int:
         """Returns how many columns of the values a program has where weights have a launch of their own."""
-        leaves = num_seqs * self.tiles * -(-self.max_seqlen_k // self.tree.leaf)
-        return 128 if leaves >= LEAST_LEAVES_WIDE else 64
+        return 128 if num_seqs * self.tiles * self.leaves >= LEAST_LEAVES_WIDE else 64
 
     def check(self, num_seqs: int, max_seqlen_k: int, heads: int, max_q_tokens: int | None) -> None:
         """Refuses a batch that the buffers do not hold; None means a call without cu_seqlens_q."""
@@ -196,8 +197,7 @@ class MlaDecodePlan:
             programs=self.programs,
             heads=self.heads,
             rows=self.rows,
-            leaf=self.tree.leaf,
-            leaves_per_group=self.tree.leaves_per_group,
+            tree=self.tree,
             by_leaf=self.has_weights_apart(num_seqs),
         )
 

@@ -12,39 +12,53 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.mla_decode.tree_sizes import TILE
+from kernels.mla_decode.tree_sizes import SHORT_LEAVES, TILE, Tree
 
 
 @triton.jit
-def fits(tiles, size, enough, programs, PER_ITEM: tl.constexpr):
-    """Returns whether no program gets more than `enough` tiles of latents if work items have PER_ITEM of them each.
+def leaf_tiles(
+    size, LEAF: tl.constexpr, SHORT: tl.constexpr, SHORT_LEAVES: tl.constexpr, TILE: tl.constexpr, EVEN: tl.constexpr
+):
+    """Returns how many tiles of latents the leaves of sequences of `size` tiles have; leaves.py computes the same."""
+    if SHORT == 0:
+        return size * 0 + LEAF // TILE
+    most = tl.where(size <= SHORT_LEAVES * (SHORT // TILE), SHORT // TILE, LEAF // TILE)
+    factor: tl.constexpr = 2 if EVEN else 1
+    shift = size * 0 + (factor - 1)
+    for _ in tl.static_range(16):
+        shift += tl.where((most << shift) < factor * size, 1, 0)
+    return ((size + (1 << shift) - 1) >> shift) * factor
+
+
+@triton.jit
+def fits(tiles, size, enough, programs, per_item):
+    """Returns whether no program gets more than `enough` tiles of latents if work items have per_item of them each.
 
     A sequence has `tiles` tiles of rows and `size` tiles of latents. Full items are dealt out in rounds, one to each
     program; a sequence's shorter last item goes to a program that is idle in the last round, else it comes on top.
     """
-    fulls = tl.sum(tiles * (size // PER_ITEM), 0)
-    rest = tl.where(tiles > 0, size % PER_ITEM, 0)
+    fulls = tl.sum(tiles * (size // per_item), 0)
+    rest = tl.where(tiles > 0, size % per_item, 0)
     rests = tl.sum(tl.where(rest > 0, tiles, 0), 0)
     rounds = tl.cdiv(fulls, programs)
     on_top = tl.cdiv(tl.maximum(rests - (rounds * programs - fulls), 0), programs)
-    return rounds * PER_ITEM + on_top * tl.max(rest, 0) <= enough
+    longest = tl.max(tl.where(tiles > 0, per_item, 0), 0)
+    return rounds * longest + on_top * tl.max(rest, 0) <= enough
 
 
 @triton.jit
-def step_of(
-    tiles, size, enough, programs, PER_LEAF: tl.constexpr, LEAVES_PER_GROUP: tl.constexpr, BY_TWOS: tl.constexpr
-):
+def step_of(tiles, size, enough, programs, per_leaf, LEAVES_PER_GROUP: tl.constexpr, BY_TWOS: tl.constexpr):
     """Returns how many leaves a work item has: LEAVES_PER_GROUP if that `fits`, else 1.
 
     BY_TWOS: the most of LEAVES_PER_GROUP, its half and its quarter that fits, else 1.
     """
-    step = tl.where(fits(tiles, size, enough, programs, PER_LEAF * LEAVES_PER_GROUP), LEAVES_PER_GROUP, 1)
+    step = tl.where(fits(tiles, size, enough, programs, per_leaf * LEAVES_PER_GROUP), LEAVES_PER_GROUP, 1)
     if BY_TWOS:
         HALF: tl.constexpr = LEAVES_PER_GROUP // 2
         QUARTER: tl.constexpr = LEAVES_PER_GROUP // 4
         half, quarter = (
-            fits(tiles, size, enough, programs, PER_LEAF * HALF),
-            fits(tiles, size, enough, programs, PER_LEAF * QUARTER),
+            fits(tiles, size, enough, programs, per_leaf * HALF),
+            fits(tiles, size, enough, programs, per_leaf * QUARTER),
         )
         fewer = tl.where(half, HALF, tl.where(quarter, QUARTER, 1))
         step = tl.where(step == 1, fewer, step)
@@ -70,6 +84,8 @@ def list_items(
     programs,
     HEADS: tl.constexpr,
     LEAF: tl.constexpr,
+    SHORT: tl.constexpr,
+    SHORT_LEAVES: tl.constexpr,
     TILE: tl.constexpr,
     LEAVES_PER_GROUP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -88,21 +104,24 @@ def list_items(
         q_start = seqs
         q_len = tl.where(ok, 1, 0)
     tiles = (q_len * HEADS + ROWS - 1) // ROWS
-    leaves = tl.maximum((length + LEAF - 1) // LEAF, 1)
     size = tl.maximum((length + TILE - 1) // TILE, 1)
+    per_leaf = leaf_tiles(size, LEAF, SHORT, SHORT_LEAVES, TILE, ROWS == 64)
+    leaves = (size + per_leaf - 1) // per_leaf
     share = (tl.sum(tiles * size, 0) + programs - 1) // programs
     # A tile of rows that takes a program hardly longer than its share of the batch is not split, and needs no fold.
     enough = share + share // 8
     whole = leaves == 1
     if not BY_LEAF:
         whole |= size <= enough
-    step = step_of(tl.where(whole, 0, tiles), size, enough, programs, LEAF // TILE, LEAVES_PER_GROUP, ROWS == 64)
+    step = step_of(
+        tl.where(whole, 0, tiles), size, share + share // 6, programs, per_leaf, LEAVES_PER_GROUP, ROWS == 64
+    )
     if BY_LEAF:
         step = 1
     parts = tl.where(whole, 1, (leaves + step - 1) // step)
     items = tiles * parts
     slots = tl.where(whole, 0, items)
-    full = tl.where(whole, size, step * (LEAF // TILE))
+    full = tl.where(whole, size, step * per_leaf)
     rest = size - (parts - 1) * full
 
     seq = tl.program_id(0)
@@ -125,6 +144,7 @@ def list_items(
         tl.store(counts_ptr, tl.sum(items, 0))
         tl.store(counts_ptr + 1, step)
         tl.store(counts_ptr + 2, tl.sum((slots > 0).to(tl.int32), 0))
+        tl.store(counts_ptr + 3, tl.max(tl.where(ok, per_leaf, 0), 0))
     if shared:
         at = shared_ptr + tl.sum(((slots > 0) & (seqs < seq)).to(tl.int32), 0) * 4
         tl.store(at, own_start)
@@ -156,8 +176,7 @@ def launch(
     programs: int,
     heads: int,
     rows: int,
-    leaf: int,
-    leaves_per_group: int,
+    tree: Tree,
     by_leaf: bool,
 ) -> None:
     """Launches over checked arguments. `lists` are the plan's items, counts and shared, which it fills.
@@ -175,9 +194,11 @@ def launch(
             num_seqs,
             programs,
             HEADS=heads,
-            LEAF=leaf,
+            LEAF=tree.leaf,
+            SHORT=tree.short or 0,
+            SHORT_LEAVES=SHORT_LEAVES,
             TILE=TILE,
-            LEAVES_PER_GROUP=leaves_per_group,
+            LEAVES_PER_GROUP=tree.leaves_per_group,
             ROWS=rows,
             MULTI=cu_seqlens_q is not None,
             BY_LEAF=by_leaf,

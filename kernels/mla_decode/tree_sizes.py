@@ -2,16 +2,22 @@
 
 from typing import NamedTuple
 
-__all__ = ["TILE", "Tree", "is_few", "tree_of"]
+__all__ = ["SHORT_LEAVES", "TILE", "Tree", "is_few", "tree_of"]
 
 # Up to this many heads a query's rows are the narrow side of the products: see the Hopper kernels.
 FEW_HEADS = 16
 # Latents that a program attends to at a time.
 TILE = 64
+# A sequence of up to this many leaves has leaves of at most Tree.short latents, a longer one of at most Tree.leaf.
+SHORT_LEAVES = 4
 
 
 class Tree(NamedTuple):
-    """How a sequence's sums are made: of leaves of `leaf` latents.
+    """How a sequence's sums are made: of leaves, of at most `leaf` latents.
+
+    Leaves of `leaf` latents each, where `short` is None. Else a sequence has as many leaves as a power of two says, of
+    one length: 5,000 latents are four leaves of 1,280 or eight of 640, and so 16 sequences of 128 heads are 128 work
+    items, where leaves of 1,024 are 160, for 132 multiprocessors.
 
     Where rows are few they are folded in groups, and groups in order; where rows are many, by twos (hopper/nodes.py),
     and a program has up to `leaves_per_group` of a sequence that is shared out.
@@ -19,6 +25,16 @@ class Tree(NamedTuple):
 
     leaf: int
     leaves_per_group: int
+    short: int | None = None
+
+    def most_leaves(self, length: int) -> int:
+        """Returns how many leaves a sequence of up to this many latents has at most."""
+        if self.short is None:
+            return max(-(-length // self.leaf), 1)
+        leaves = 1
+        while length > leaves * (self.short if length <= SHORT_LEAVES * self.short else self.leaf):
+            leaves *= 2
+        return leaves
 
 
 def is_few(heads: int, one_query: bool) -> bool:
@@ -28,9 +44,13 @@ def is_few(heads: int, one_query: bool) -> bool:
 
 
 def tree_of(heads: int, one_query: bool) -> Tree:
-    """The tree that no batch, no length and no number of queries changes.
+    """The tree that no batch and no number of queries changes, and with several queries no length.
 
     Few rows leave a partial result small enough for short leaves, which small batches need to fill a card, and for
     folding a group in registers; where they are many, each leaf that joins a sum costs a trip of 64 KB.
     """
-    return Tree(512, 8) if is_few(heads, one_query) else Tree(1024, 8)
+    if is_few(heads, one_query):
+        return Tree(640, 8, short=512)
+    if one_query:
+        return Tree(1280 if heads > 64 else 1152, 8, short=1024)
+    return Tree(1024, 8)

@@ -192,7 +192,8 @@ def launch(call: MlaDecodeCall, out: torch.Tensor, lse: torch.Tensor | None) -> 
     block_latent = max(triton.next_power_of_2(latent), LEAST_BLOCK)
     tiles = triton.cdiv(heads * call.max_q_tokens, rows)
     tree = tree_of(heads, not multi)
-    leaves = max(triton.cdiv(call.max_seqlen_k, tree.leaf), 1)
+    leaf = tree.short or tree.leaf
+    leaves = max(triton.cdiv(call.max_seqlen_k, leaf), 1)
     slots = num_seqs * tiles * leaves
     acc = torch.empty((slots, rows, block_latent), dtype=torch.float32, device=q.device)
     row_max, row_sum = (torch.empty((slots, rows), dtype=torch.float32, device=q.device) for _ in range(2))
@@ -212,7 +213,7 @@ def launch(call: MlaDecodeCall, out: torch.Tensor, lse: torch.Tensor | None) -> 
             block_tables.stride(0),
             HEADS=heads,
             PAGE=pages.shape[1],
-            LEAF=tree.leaf,
+            LEAF=leaf,
             MULTI=multi,
             TILES=tiles,
             ROWS=rows,
@@ -234,7 +235,7 @@ def launch(call: MlaDecodeCall, out: torch.Tensor, lse: torch.Tensor | None) -> 
             tokens,
             leaves,
             HEADS=heads,
-            LEAF=tree.leaf,
+            LEAF=leaf,
             LEAVES_PER_GROUP=tree.leaves_per_group,
             MULTI=multi,
             TILES=tiles,

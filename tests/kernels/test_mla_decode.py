@@ -179,7 +179,7 @@ def test_bits_do_not_depend_on_whether_weights_have_a_launch_of_their_own(
         where = (case.pages, case.block_tables[rows], given[rows])
         longest = max(*lengths[rows], 1)
         results = []
-        for most, least_wide in ((0, 99), (20, 99), (20, 1)):
+        for most, least_wide in ((0, 999), (200, 999), (200, 1)):
             monkeypatch.setattr(plan_module, "MOST_LEAVES_APART", most)
             monkeypatch.setattr(plan_module, "LEAST_LEAVES_WIDE", least_wide)
             plan = MlaDecodePlan(group, longest, heads)

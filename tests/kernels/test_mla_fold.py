@@ -110,8 +110,8 @@ def test_parts_of_leaves_are_a_tree(target: Target, monkeypatch: pytest.MonkeyPa
     if target.device == "cpu":
         monkeypatch.setattr(tl.extra.cuda, "gdc_wait", lambda: None)
     torch.manual_seed(parts)
-    plan = MlaDecodePlan(2, max(parts * step, 8) * 1024, 48, programs=110, device=target.device)
-    plan.counts.copy_(torch.tensor([parts, step, 1]))
+    plan = MlaDecodePlan(2, max(parts * step, 8) * 1152, 48, programs=110, device=target.device)
+    plan.counts[:3] = torch.tensor([parts, step, 1])
     plan.shared[0] = torch.tensor([1, 1, parts, 3])
     plan.acc.normal_()
     plan.row_max.copy_(torch.randint(-9, 9, plan.row_max.shape))

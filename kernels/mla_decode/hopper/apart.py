@@ -28,7 +28,13 @@ def launch_apart(
     """Launches what makes the weights and, behind it, what sums values with them, leaf by leaf."""
     where = (plan.items, plan.counts, call.block_tables)
     strides = (call.pages.stride(0) // WIDTH, call.block_tables.stride(0))
-    shape = {"HEADS": plan.heads, "PAGE": call.pages.shape[1], "LEAF": plan.tree.leaf, "TILE": TILE}
+    shape = {
+        "HEADS": plan.heads,
+        "PAGE": call.pages.shape[1],
+        "LEAF": plan.tree.leaf,
+        "SHORT": plan.tree.short or 0,
+        "TILE": TILE,
+    }
     weigh_latents[(plan.programs,)](
         *descs,
         plan.weights,

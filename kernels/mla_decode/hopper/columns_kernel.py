@@ -15,22 +15,29 @@ from kernels.hopper.barriers import release_read, thread_barrier
 from kernels.hopper.launches import allow_next_launch, wait_for_last_launch
 from kernels.hopper.registers import opaque
 from kernels.mla_decode.hopper.columns_stream import stream_columns
-from kernels.mla_decode.hopper.leaves import clear_tail
+from kernels.mla_decode.hopper.leaves import clear_tail, leaf_tiles
 from kernels.mla_decode.hopper.nodes import store_part
 from kernels.mla_decode.hopper.tile_weights import weights_of
 from kernels.mla_decode.hopper.whole import level
 from kernels.softmax.triton import LN_2, NO_KEYS
 
 
+@gluon.constexpr_function
+def power_of_two(n):
+    """Returns the least power of two that is not less."""
+    return 1 << (n - 1).bit_length()
+
+
 @gluon.jit
-def bring_together(made, shared, place, count, LEAF: gl.constexpr, TILE: gl.constexpr):
+def bring_together(made, shared, place, count):
     """Returns the largest top of a leaf's tiles for each row; stores the factors that it gives the tiles' weights, and
     sums of weights with them."""
     tops_ptr, tile_sums_ptr = made
     _, _, factors, sums = shared
     TABLE: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [2, 2], [1, 0])
     ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    number = gl.arange(0, LEAF // TILE, gl.SliceLayout(1, TABLE))[:, None]
+    PER_LEAF: gl.constexpr = factors.shape[0]
+    number = gl.arange(0, PER_LEAF, gl.SliceLayout(1, TABLE))[:, None]
     row = gl.arange(0, 64, gl.SliceLayout(0, TABLE))[None, :]
     at = (place + number) * 64 + row
     there = (number < count) & (row < 64)
@@ -40,8 +47,8 @@ def bring_together(made, shared, place, count, LEAF: gl.constexpr, TILE: gl.cons
     factor = gl.exp2(tops - top[None, :])
     # All are done with those of the last item.
     thread_barrier()
-    factors._reinterpret(gl.float32, [LEAF // TILE, 64], ROWS).store(factor)
-    sums._reinterpret(gl.float32, [LEAF // TILE, 64], ROWS).store(some * factor)
+    factors._reinterpret(gl.float32, [PER_LEAF, 64], ROWS).store(factor)
+    sums._reinterpret(gl.float32, [PER_LEAF, 64], ROWS).store(some * factor)
     thread_barrier()
     return top
 
@@ -62,6 +69,7 @@ def weigh_columns(
     bars,
     HEADS: gl.constexpr,
     LEAF: gl.constexpr,
+    SHORT: gl.constexpr,
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
     COLUMNS: gl.constexpr,
@@ -83,10 +91,11 @@ def weigh_columns(
     wait_for_last_launch()
     for index in range(gl.program_id(0), gl.load(counts_ptr) * BLOCKS, gl.num_programs(0)):
         at = items_ptr + index // BLOCKS * 8
-        start = gl.load(at + 4) * LEAF
         length = gl.load(at + 6)
-        count = (gl.minimum(length - start, LEAF) + TILE - 1) // TILE
-        top = bring_together(made, shared, index // BLOCKS * (LEAF // TILE), count, LEAF, TILE)
+        per_leaf = leaf_tiles(length, LEAF, SHORT, TILE, True) * TILE
+        start = gl.load(at + 4) * per_leaf
+        count = (gl.minimum(length - start, per_leaf) + TILE - 1) // TILE
+        top = bring_together(made, shared, index // BLOCKS * (LEAF // TILE), count)
         base = gl.convert_layout(top, OR)
         row_sum = gl.full([64], 0.0, gl.float32, OR)
         acc = gl.zeros([64, COLUMNS], gl.float32, VALUES)
@@ -177,6 +186,7 @@ def sum_columns(
     HEADS: gl.constexpr,
     PAGE: gl.constexpr,
     LEAF: gl.constexpr,
+    SHORT: gl.constexpr,
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
     COLUMNS: gl.constexpr,
@@ -188,8 +198,8 @@ def sum_columns(
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     weights = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, TILE], LAYOUT)
     values = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, COLUMNS], LAYOUT)
-    factors = gl.allocate_shared_memory(gl.float32, [LEAF // TILE, 64], VECTOR)
-    sums = gl.allocate_shared_memory(gl.float32, [LEAF // TILE, 64], VECTOR)
+    factors = gl.allocate_shared_memory(gl.float32, [power_of_two(LEAF // TILE), 64], VECTOR)
+    sums = gl.allocate_shared_memory(gl.float32, [power_of_two(LEAF // TILE), 64], VECTOR)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     for s in gl.static_range(STAGES):
@@ -205,9 +215,9 @@ def sum_columns(
     gl.warp_specialize(
         [
             (weigh_columns, (results, (tops_ptr, tile_sums_ptr), plan, num_tokens, shared, bars,
-                             HEADS, LEAF, TILE, STAGES, COLUMNS, SLOT_ROWS, WANTS_LSE)),
+                             HEADS, LEAF, SHORT, TILE, STAGES, COLUMNS, SLOT_ROWS, WANTS_LSE)),
             (stream_columns, (weights_desc, columns_desc, plan, page_rows, stride_tables_seq, shared, bars,
-                              PAGE, LEAF, TILE, COLUMNS, STAGES)),
+                              PAGE, LEAF, SHORT, TILE, COLUMNS, STAGES)),
         ],
         [1],
         [40],

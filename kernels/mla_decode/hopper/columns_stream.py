@@ -8,6 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from kernels.hopper.launches import wait_for_last_launch
+from kernels.mla_decode.hopper.leaves import leaf_tiles
 from kernels.mla_decode.hopper.stream import box_rows, copy_boxes
 
 
@@ -22,6 +23,7 @@ def stream_columns(
     bars,
     PAGE: gl.constexpr,
     LEAF: gl.constexpr,
+    SHORT: gl.constexpr,
     TILE: gl.constexpr,
     COLUMNS: gl.constexpr,
     STAGES: gl.constexpr,
@@ -35,8 +37,10 @@ def stream_columns(
     step = 0
     for index in range(gl.program_id(0), gl.load(counts_ptr) * BLOCKS, gl.num_programs(0)):
         at = items_ptr + index // BLOCKS * 8
-        first = gl.load(at + 4) * LEAF
-        stop = gl.minimum(gl.load(at + 6), first + LEAF)
+        length = gl.load(at + 6)
+        per_leaf = leaf_tiles(length, LEAF, SHORT, TILE, True) * TILE
+        first = gl.load(at + 4) * per_leaf
+        stop = gl.minimum(length, first + per_leaf)
         row_ptr = tables_ptr + gl.load(at).to(gl.int64) * stride_tables_seq
         rows = box_rows(row_ptr, first, stop, page_rows, PAGE, BOX, BOXES)
         ahead = 0

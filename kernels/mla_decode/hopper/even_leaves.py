@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from kernels.hopper.barriers import thread_barrier
 from kernels.hopper.registers import opaque
 from kernels.hopper.work_queue import take
-from kernels.mla_decode.hopper.leaves import clear_tail
+from kernels.mla_decode.hopper.leaves import clear_tail, leaf_tiles
 from kernels.mla_decode.hopper.nodes import end_leaf, store_values
 from kernels.mla_decode.hopper.scores import masked, start_scores
 from kernels.mla_decode.hopper.whole import moved, weigh
@@ -31,6 +31,7 @@ def attend_even(
     work,
     HEADS: gl.constexpr,
     LEAF: gl.constexpr,
+    SHORT: gl.constexpr,
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
     MULTI: gl.constexpr,
@@ -47,7 +48,6 @@ def attend_even(
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=VALUES, k_width=2)
     SR: gl.constexpr = gl.SliceLayout(1, SCORES)
     OR: gl.constexpr = gl.SliceLayout(1, VALUES)
-    PER_LEAF: gl.constexpr = LEAF // TILE
     q = (q_left, q_right, q_rope)
     latents = (left, right, rope)
     full = (left_full, right_full, rope_full)
@@ -63,14 +63,15 @@ def attend_even(
         if MULTI:
             last_seen += gl.minimum((tile * 64 + row) // HEADS, q_len - 1)
         mbarrier.wait(q_full, turns & 1)
-        begin = leaf * LEAF
-        count = (gl.minimum(length - begin, leaves * LEAF) + TILE - 1) // TILE
+        per_leaf = leaf_tiles(length, LEAF, SHORT, TILE, True)
+        begin = leaf * per_leaf * TILE
+        count = (gl.minimum(length - begin, leaves * per_leaf * TILE) + TILE - 1) // TILE
         # Above every masked score, so that the weight of one is 0 even in a row that has seen no key yet.
         base = gl.full([64], NO_KEYS, gl.float32, SR)
         row_sum = gl.full([64], 0.0, gl.float32, SR)
         acc = gl.zeros([64, 256], gl.float32, VALUES)
         for n in range(leaves):
-            for number in range(n * PER_LEAF, gl.minimum(count, (n + 1) * PER_LEAF)):
+            for number in range(n * per_leaf, gl.minimum(count, (n + 1) * per_leaf)):
                 s = step % STAGES
                 first = begin + number * TILE
                 if number % 2 == 0:
@@ -94,7 +95,7 @@ def attend_even(
                 row_sum = gl.fma(row_sum, gl.exp2(-by), tile_sum)
                 base = new_base
                 # What acc has where a leaf begins is kept in memory.
-                goes_on = first % LEAF > 0
+                goes_on = number > n * per_leaf
                 if goes_on:
                     acc = moved(acc, gl.convert_layout(by, OR))
                 if first + TILE > length:

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from kernels.hopper.registers import opaque
 from kernels.hopper.work_queue import take
 from kernels.mla_decode.hopper.few_tile import add_tile
-from kernels.mla_decode.hopper.leaves import fold
+from kernels.mla_decode.hopper.leaves import fold, leaf_tiles
 from kernels.softmax.triton import LN_2, NO_KEYS
 
 
@@ -65,6 +65,7 @@ def attend_few(
     work,
     HEADS: gl.constexpr,
     LEAF: gl.constexpr,
+    SHORT: gl.constexpr,
     LEAVES_PER_GROUP: gl.constexpr,
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
@@ -87,6 +88,7 @@ def attend_few(
     seq, _q_len, _tile, leaf, leaves, length, slot = take(work[0], work[1], work[2], turn)
     while leaves >= 0:
         mbarrier.wait(q_full, turn & 1)
+        per_leaf = leaf_tiles(length, LEAF, SHORT, TILE, False) * TILE
         run_max = gl.full([16], NO_KEYS, gl.float32, ACROSS)
         run_sum = gl.full([16], 0.0, gl.float32, ACROSS)
         for first in range(0, leaves, LEAVES_PER_GROUP):
@@ -95,13 +97,13 @@ def attend_few(
             group_low = gl.zeros([256, 16], gl.float32, L)
             group_high = gl.zeros([256, 16], gl.float32, L)
             for n in range(first, gl.minimum(first + LEAVES_PER_GROUP, leaves)):
-                start = (leaf + n) * LEAF
+                start = (leaf + n) * per_leaf
                 # Above every masked score, so that the weight of one is 0 even in a row that has seen no key yet.
                 row_max = gl.full([16], NO_KEYS, gl.float32, ACROSS)
                 partial_sums = gl.zeros([TILE, 16], gl.float32, L)
                 low = gl.zeros([256, 16], gl.float32, L)
                 high = gl.zeros([256, 16], gl.float32, L)
-                for at in range(start, gl.minimum(length, start + LEAF), TILE):
+                for at in range(start, gl.minimum(length, start + per_leaf), TILE):
                     s = step % STAGES
                     scores = scores_of(
                         q, (left, right, rope), s, (step // STAGES) & 1, (left_full, right_full), TILE, L

@@ -29,6 +29,7 @@ def attend_latents_few(
     sum_ptr,
     items_ptr,
     counts_ptr,
+    drawn_ptr,
     tables_ptr,
     scale_log2,
     num_tokens,
@@ -37,6 +38,7 @@ def attend_latents_few(
     HEADS: gl.constexpr,
     PAGE: gl.constexpr,
     LEAF: gl.constexpr,
+    SHORT: gl.constexpr,
     LEAVES_PER_GROUP: gl.constexpr,
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
@@ -71,7 +73,7 @@ def attend_latents_few(
         mbarrier.init(left_empty.index(s), count=1)
         mbarrier.init(right_full.index(s), count=1)
         mbarrier.init(right_empty.index(s), count=1)
-    plan = (items_ptr, counts_ptr, tables_ptr)
+    plan = (items_ptr, counts_ptr, tables_ptr, drawn_ptr)
     results = (out_ptr, lse_ptr, acc_ptr, row_max_ptr, row_sum_ptr, sum_ptr)
     tiles = (q_left, q_right, q_rope, left, right, rope)
     ring = (q_full, q_empty, left_full, left_empty, right_full, right_empty)
@@ -80,9 +82,9 @@ def attend_latents_few(
     gl.warp_specialize(
         [
             (attend_few, (results, scale_log2, num_tokens, (tiles, handed), ring, work,
-                          HEADS, LEAF, LEAVES_PER_GROUP, TILE, STAGES, WANTS_LSE)),
+                          HEADS, LEAF, SHORT, LEAVES_PER_GROUP, TILE, STAGES, WANTS_LSE)),
             (stream, (q_half_desc, q_rope_desc, half_desc, rope_desc, plan, page_rows, stride_tables_seq,
-                      (tiles,), (ring,), work, HEADS, PAGE, LEAF, TILE, STAGES, 16)),
+                      (tiles,), (ring,), work, HEADS, PAGE, LEAF, SHORT, TILE, STAGES, 16)),
         ],
         [1],
         [56],

@@ -36,6 +36,7 @@ def attend_latents(
     stats_ptr,
     items_ptr,
     counts_ptr,
+    drawn_ptr,
     tables_ptr,
     scale_log2,
     num_tokens,
@@ -44,6 +45,7 @@ def attend_latents(
     HEADS: gl.constexpr,
     PAGE: gl.constexpr,
     LEAF: gl.constexpr,
+    SHORT: gl.constexpr,
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
     MULTI: gl.constexpr,
@@ -85,7 +87,7 @@ def attend_latents(
     mbarrier.init(end_full, count=1)
     mbarrier.init(end_empty, count=1)
     init_latent_barriers(halves, rope_bars, STAGES)
-    plan = (items_ptr, counts_ptr, tables_ptr)
+    plan = (items_ptr, counts_ptr, tables_ptr, drawn_ptr)
     results = (out_ptr, lse_ptr, parts_ptr, row_max_ptr, row_sum_ptr, nodes_ptr, stats_ptr)
     shared = ((q_left, q_right, q_rope, left, right, rope), (handed, stats, ends))
     bars = (
@@ -97,11 +99,11 @@ def attend_latents(
     gl.warp_specialize(
         [
             (attend_even, (results, scale_log2, shared, bars, work,
-                            HEADS, LEAF, TILE, STAGES, MULTI, SLOT_ROWS)),
+                            HEADS, LEAF, SHORT, TILE, STAGES, MULTI, SLOT_ROWS)),
             (attend_odd, (results, scale_log2, num_tokens, shared, bars, work,
-                            HEADS, LEAF, TILE, STAGES, MULTI, SLOT_ROWS, WANTS_LSE)),
+                            HEADS, LEAF, SHORT, TILE, STAGES, MULTI, SLOT_ROWS, WANTS_LSE)),
             (stream_leaves, (q_half_desc, q_rope_desc, half_desc, rope_desc, plan, page_rows, stride_tables_seq,
-                            shared, bars, work, HEADS, PAGE, LEAF, TILE, STAGES)),
+                            shared, bars, work, HEADS, PAGE, LEAF, SHORT, TILE, STAGES)),
         ],
         [4, 1],
         [232, 40],

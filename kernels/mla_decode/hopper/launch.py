@@ -103,10 +103,10 @@ def _kernel_of(
             options |= {"ROWS": plan.rows, "EARLY": plan.begins_early(num_seqs), "launch_pdl": together}
             return attend_few_runs, (*runs, plan.stored), options
         return attend_runs, runs, options | {"launch_cooperative_grid": together}  # see grid_barrier
-    options |= {"LEAF": plan.tree.leaf}
+    options |= {"LEAF": plan.tree.leaf, "SHORT": plan.tree.short or 0}
     parts = (plan.acc, plan.row_max, plan.row_sum)
     if plan.few:
         options |= {"LEAVES_PER_GROUP": plan.tree.leaves_per_group}
-        return attend_latents_few, (*parts, plan.sums, plan.items, plan.counts), options
-    leaves = (*parts, plan.nodes, plan.sums, plan.items, plan.counts)
+        return attend_latents_few, (*parts, plan.sums, plan.items, plan.counts, plan.drawn), options
+    leaves = (*parts, plan.nodes, plan.sums, plan.items, plan.counts, plan.drawn)
     return attend_latents, leaves, options | {"SLOT_ROWS": plan.slot_rows}

@@ -6,6 +6,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from kernels.hopper.barriers import thread_barrier
 from kernels.hopper.registers import opaque
+from kernels.mla_decode import tree_sizes
+
+SHORT_LEAVES = gl.constexpr(tree_sizes.SHORT_LEAVES)
 
 
 @gluon.jit
@@ -14,6 +17,20 @@ def planned_item(items_ptr, index):
     at = items_ptr + index * 8
     seq, q_start, q_len, tile = gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
     return seq, q_start, q_len, tile, gl.load(at + 4), gl.load(at + 5), gl.load(at + 6), gl.load(at + 7)
+
+
+@gluon.jit
+def leaf_tiles(length, LEAF: gl.constexpr, SHORT: gl.constexpr, TILE: gl.constexpr, EVEN: gl.constexpr):
+    """Returns how many tiles of latents a leaf of a sequence has: see Tree. 0 if it has no latents."""
+    if SHORT == 0:
+        return length * 0 + LEAF // TILE
+    size = (length + TILE - 1) // TILE
+    most = gl.where(size <= SHORT_LEAVES * (SHORT // TILE), SHORT // TILE, LEAF // TILE)
+    # Leaves are 1 << shift, or half as many with EVEN, where two consumers take tiles by turns.
+    shift = 1 if EVEN else 0
+    while (most << shift) < (2 * size if EVEN else size):
+        shift += 1
+    return ((size + (1 << shift) - 1) >> shift) * (2 if EVEN else 1)
 
 
 @gluon.jit

@@ -8,8 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from kernels.hopper.work_queue import publish
-from kernels.mla_decode.hopper.leaves import planned_item
+from kernels.hopper.work_queue import draw, leave, publish
+from kernels.mla_decode.hopper.leaves import leaf_tiles, planned_item
 from kernels.mla_decode.hopper.stream import box_rows, copy_boxes, load_queries
 
 
@@ -28,6 +28,7 @@ def stream_leaves(
     HEADS: gl.constexpr,
     PAGE: gl.constexpr,
     LEAF: gl.constexpr,
+    SHORT: gl.constexpr,
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
 ):
@@ -45,8 +46,9 @@ def stream_leaves(
         publish(work[0], work[1], work[2], turn, (q_start, q_len, tile, leaf, leaves, length, part))
         q_row = q_start * HEADS + tile * 64
         row_ptr = plan[2] + seq.to(gl.int64) * stride_tables_seq
-        first = leaf * LEAF
-        stop = gl.minimum(length, first + leaves * LEAF)
+        per_leaf = leaf_tiles(length, LEAF, SHORT, TILE, True) * TILE
+        first = leaf * per_leaf
+        stop = gl.minimum(length, first + leaves * per_leaf)
         if turn == 0:
             # While the block table is read.
             load_queries(q_half_desc, q_rope_desc, q_row, turn, tiles, bars[0], 64)
@@ -72,5 +74,6 @@ def stream_leaves(
         if (first >= stop) & (turn > 0):
             load_queries(q_half_desc, q_rope_desc, q_row, turn, tiles, bars[0], 64)
         turn += 1
-        index += gl.num_programs(0)
+        index = draw(plan[3], gl.num_programs(0))
+    leave(plan[3], gl.num_programs(0))
     publish(work[0], work[1], work[2], turn, (0, 0, 0, 0, -1, 0, 0))

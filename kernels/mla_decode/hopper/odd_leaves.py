@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from kernels.hopper.barriers import thread_barrier
 from kernels.hopper.registers import opaque
 from kernels.hopper.work_queue import take
-from kernels.mla_decode.hopper.leaves import clear_tail
+from kernels.mla_decode.hopper.leaves import clear_tail, leaf_tiles
 from kernels.mla_decode.hopper.nodes import end_leaf, store_values
 from kernels.mla_decode.hopper.scores import masked, start_scores
 from kernels.mla_decode.hopper.whole import level, moved, weigh
@@ -27,6 +27,7 @@ def attend_odd(
     work,
     HEADS: gl.constexpr,
     LEAF: gl.constexpr,
+    SHORT: gl.constexpr,
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
     MULTI: gl.constexpr,
@@ -44,7 +45,6 @@ def attend_odd(
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=VALUES, k_width=2)
     SR: gl.constexpr = gl.SliceLayout(1, SCORES)
     OR: gl.constexpr = gl.SliceLayout(1, VALUES)
-    PER_LEAF: gl.constexpr = LEAF // TILE
     q = (q_left, q_right, q_rope)
     latents = (left, right, rope)
     full = (left_full, right_full, rope_full)
@@ -59,16 +59,17 @@ def attend_odd(
         if MULTI:
             last_seen += gl.minimum((tile * 64 + gl.arange(0, 64, SR)) // HEADS, q_len - 1)
         mbarrier.wait(q_full, turns & 1)
-        begin = leaf * LEAF
-        count = (gl.minimum(length - begin, leaves * LEAF) + TILE - 1) // TILE
+        per_leaf = leaf_tiles(length, LEAF, SHORT, TILE, True)
+        begin = leaf * per_leaf * TILE
+        count = (gl.minimum(length - begin, leaves * per_leaf * TILE) + TILE - 1) // TILE
         base = gl.full([64], NO_KEYS, gl.float32, SR)
         acc = gl.zeros([64, 256], gl.float32, VALUES)
         for n in range(leaves):
-            for i in range(n * PER_LEAF, gl.minimum(count, (n + 1) * PER_LEAF), 2):
+            for i in range(n * per_leaf, gl.minimum(count, (n + 1) * per_leaf), 2):
                 s = step % STAGES
                 first = begin + i * TILE
                 # What acc has where a leaf begins is kept in memory.
-                goes_on = first % LEAF > 0
+                goes_on = i > n * per_leaf
                 if i + 1 < count:
                     t = (step + 1) % STAGES
                     part = start_scores(q, latents, full, t, ((step + 1) // STAGES) & 1, TILE, SCORES)

@@ -7,8 +7,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from kernels.hopper.work_queue import publish
-from kernels.mla_decode.hopper.leaves import planned_item
+from kernels.hopper.work_queue import draw, leave, publish
+from kernels.mla_decode.hopper.leaves import leaf_tiles, planned_item
 
 
 @gluon.jit
@@ -26,6 +26,7 @@ def stream(
     HEADS: gl.constexpr,
     PAGE: gl.constexpr,
     LEAF: gl.constexpr,
+    SHORT: gl.constexpr,
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
     ROWS: gl.constexpr,
@@ -42,8 +43,9 @@ def stream(
         publish(work[0], work[1], work[2], turn, (q_start, q_len, tile, leaf, leaves, length, part))
         q_row = q_start * HEADS + tile * ROWS
         row_ptr = plan[2] + seq.to(gl.int64) * stride_tables_seq
-        first = leaf * LEAF
-        stop = gl.minimum(length, first + leaves * LEAF)
+        per_leaf = leaf_tiles(length, LEAF, SHORT, TILE, False) * TILE
+        first = leaf * per_leaf
+        stop = gl.minimum(length, first + leaves * per_leaf)
         rows = box_rows(row_ptr, first, stop, page_rows, PAGE, BOX, BOXES)
         for key in range(first, stop, TILE):
             s = step % STAGES
@@ -64,7 +66,8 @@ def stream(
         if first >= stop:
             load_queries(q_half_desc, q_rope_desc, q_row, turn, shared[0], bars[0], ROWS)
         turn += 1
-        index += gl.num_programs(0)
+        index = draw(plan[3], gl.num_programs(0))
+    leave(plan[3], gl.num_programs(0))
     publish(work[0], work[1], work[2], turn, (0, 0, 0, 0, -1, 0, 0))
 
 

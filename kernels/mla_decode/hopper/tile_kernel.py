@@ -14,22 +14,27 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from kernels.hopper.gathered.weights import top_of, weights_of_scores
 from kernels.hopper.launches import allow_next_launch
+from kernels.mla_decode.hopper.leaves import leaf_tiles
 from kernels.mla_decode.hopper.stream import box_rows, copy_boxes
 from kernels.mla_decode.hopper.tile_weights import store_weights
 from kernels.softmax.triton import MASKED
 
 
 @gluon.jit
-def tile_of(items_ptr, index, TILES: gl.constexpr, PER_LEAF: gl.constexpr, TILE: gl.constexpr):
+def tile_of(items_ptr, index, most, TILES: gl.constexpr, LEAF: gl.constexpr, SHORT: gl.constexpr, TILE: gl.constexpr):
     """Returns the first item of a leaf of a sequence, and what it says of the tile of latents with this index.
 
-    That is the sequence, its query, the tile's number in the leaf and first latent, and the sequence's length.
+    That is the sequence, its query, the tile's number in the leaf and first latent, and where the leaf ends. `most` is
+    how many tiles a leaf of the batch has at most.
     """
-    item = index // PER_LEAF * TILES
-    number = index % PER_LEAF
+    item = index // most * TILES
+    number = index % most
     at = items_ptr + item * 8
-    first = (gl.load(at + 4) * PER_LEAF + number) * TILE
-    return item, gl.load(at), gl.load(at + 1), number, first, gl.load(at + 6)
+    length = gl.load(at + 6)
+    per_leaf = leaf_tiles(length, LEAF, SHORT, TILE, True)
+    first = gl.load(at + 4) * per_leaf
+    stop = gl.minimum(length, (first + per_leaf) * TILE)
+    return item, gl.load(at), gl.load(at + 1), number, (first + number) * TILE, stop
 
 
 @gluon.jit
@@ -46,6 +51,7 @@ def stream_tiles(
     HEADS: gl.constexpr,
     PAGE: gl.constexpr,
     LEAF: gl.constexpr,
+    SHORT: gl.constexpr,
     TILE: gl.constexpr,
 ):
     items_ptr, counts_ptr, tables_ptr = plan
@@ -58,9 +64,10 @@ def stream_tiles(
     step = 0
     turn = 0
     held = -1
-    for index in range(gl.program_id(0), gl.load(counts_ptr) // TILES * (LEAF // TILE), gl.num_programs(0)):
-        _item, seq, q_start, _number, first, length = tile_of(items_ptr, index, TILES, LEAF // TILE, TILE)
-        if first < length:
+    most = gl.load(counts_ptr + 3)
+    for index in range(gl.program_id(0), gl.load(counts_ptr) // TILES * most, gl.num_programs(0)):
+        _item, seq, q_start, _number, first, stop = tile_of(items_ptr, index, most, TILES, LEAF, SHORT, TILE)
+        if first < stop:
             if seq != held:
                 mbarrier.wait(q_empty, (turn & 1) ^ 1)
                 mbarrier.expect(q_full, TILES * 64 * 576 * 2)
@@ -72,7 +79,7 @@ def stream_tiles(
                 held = seq
                 turn += 1
             row_ptr = tables_ptr + seq.to(gl.int64) * stride_tables_seq
-            rows = box_rows(row_ptr, first, length, page_rows, PAGE, BOX, BOXES)
+            rows = box_rows(row_ptr, first, stop, page_rows, PAGE, BOX, BOXES)
             s = step % STAGES
             mbarrier.wait(empty.index(s), ((step // STAGES) & 1) ^ 1)
             mbarrier.expect(full.index(s), TILE * 576 * 2)
@@ -83,7 +90,7 @@ def stream_tiles(
 
 
 @gluon.jit
-def weigh_tiles(made, scale_log2, plan, shared, bars, LEAF: gl.constexpr, TILE: gl.constexpr):
+def weigh_tiles(made, scale_log2, plan, shared, bars, LEAF: gl.constexpr, SHORT: gl.constexpr, TILE: gl.constexpr):
     weights_ptr, tops_ptr, tile_sums_ptr = made
     items_ptr, counts_ptr, _tables_ptr = plan
     q_left, q_right, q_rope, left, right, rope = shared
@@ -97,9 +104,10 @@ def weigh_tiles(made, scale_log2, plan, shared, bars, LEAF: gl.constexpr, TILE: 
     step = 0
     turn = 0
     held = -1
-    for index in range(gl.program_id(0), gl.load(counts_ptr) // TILES * (LEAF // TILE), gl.num_programs(0)):
-        item, seq, _q_start, number, first, length = tile_of(items_ptr, index, TILES, LEAF // TILE, TILE)
-        if first < length:
+    most = gl.load(counts_ptr + 3)
+    for index in range(gl.program_id(0), gl.load(counts_ptr) // TILES * most, gl.num_programs(0)):
+        item, seq, _q_start, number, first, stop = tile_of(items_ptr, index, most, TILES, LEAF, SHORT, TILE)
+        if first < stop:
             if seq != held:
                 if turn > 0:
                     mbarrier.arrive(q_empty, count=1)
@@ -117,8 +125,8 @@ def weigh_tiles(made, scale_log2, plan, shared, bars, LEAF: gl.constexpr, TILE: 
                 scores = warpgroup_mma_wait(0, deps=[part])
                 if tile == TILES - 1:
                     mbarrier.arrive(empty.index(s), count=1)
-                if first + TILE > length:
-                    scores = gl.where((first + column)[None, :] < length, scores, MASKED)
+                if first + TILE > stop:
+                    scores = gl.where((first + column)[None, :] < stop, scores, MASKED)
                 top = top_of(scores, scale_log2)
                 weights = weights_of_scores(scores, scale_log2, top)
                 place = (item + tile) * (LEAF // TILE) + number
@@ -147,6 +155,7 @@ def weigh_latents(
     HEADS: gl.constexpr,
     PAGE: gl.constexpr,
     LEAF: gl.constexpr,
+    SHORT: gl.constexpr,
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
 ):
@@ -177,9 +186,9 @@ def weigh_latents(
     # fmt: off
     gl.warp_specialize(
         [
-            (weigh_tiles, (made, scale_log2, plan, shared, bars, LEAF, TILE)),
+            (weigh_tiles, (made, scale_log2, plan, shared, bars, LEAF, SHORT, TILE)),
             (stream_tiles, (q_half_desc, q_rope_desc, half_desc, rope_desc, plan, page_rows, stride_tables_seq,
-                            shared, bars, HEADS, PAGE, LEAF, TILE)),
+                            shared, bars, HEADS, PAGE, LEAF, SHORT, TILE)),
         ],
         [1],
         [56],
