@@ -18,8 +18,6 @@ from kernels.backend import Backend
 from kernels.mla_decode import MlaDecodePlan, mla_decode
 from tests.kernels.inputs import running_sums
 
-DECODES = ((128, 64, 8192), (16, 64, 8192), (128, 1, 8192), (16, 16, 4096))
-# Of batches whose cuts follow their load, which `fast` asks for.
 HEADS = (8, 16, 32, 64, 128)
 SEQUENCES = (1, 16, 64)
 # A page holds 64 latents: on and off the grid.
@@ -32,17 +30,17 @@ def decode(heads: int, sequences: int, length: int, *, by_load: bool = False) ->
     return decode_lengths(heads, f"B{sequences} L{length}", [length] * sequences, by_load=by_load)
 
 
-def decode_mixed(heads: int, sequences: int) -> list[Measurement]:
+def decode_mixed(heads: int, sequences: int, *, by_load: bool = False) -> list[Measurement]:
     """Lengths from 1 to 8,192, the same in every run."""
     rng = random.Random(sequences)
     lengths = [rng.randint(1, 8192) for _ in range(sequences)]
-    return decode_lengths(heads, f"B{sequences} L1-8192", lengths, by_load=True)
+    return decode_lengths(heads, f"B{sequences} L1-8192", lengths, by_load=by_load)
 
 
-def decode_long_among_short(heads: int) -> list[Measurement]:
+def decode_long_among_short(heads: int, *, by_load: bool = False) -> list[Measurement]:
     longest, *short = LONG_AMONG_SHORT
     name = f"B{len(LONG_AMONG_SHORT)} L{short[0]}, one {longest}"
-    return decode_lengths(heads, name, LONG_AMONG_SHORT, by_load=True)
+    return decode_lengths(heads, name, LONG_AMONG_SHORT, by_load=by_load)
 
 
 class Step:
@@ -103,11 +101,17 @@ def flashinfer_layers(_flashinfer: Any, layers: list[Layer]) -> tuple[Peer, ...]
     return tuple(peers)
 
 
+def all_of(*, by_load: bool) -> tuple[Maker, ...]:
+    """Returns what is measured of batches that are cut by their load, as `fast` asks, or leaf by leaf, as `batch`."""
+    kind = partial(partial, by_load=by_load)
+    return (
+        *(kind(decode, *sizes) for sizes in product(HEADS, SEQUENCES, LENGTHS)),
+        *(kind(decode_mixed, heads, sequences) for heads in HEADS for sequences in (16, 64)),
+        *(kind(decode_long_among_short, heads) for heads in HEADS),
+    )
+
+
 AREAS: dict[str, tuple[Maker, ...]] = {
-    "mla_decode": (
-        *(partial(decode, *sizes) for sizes in DECODES),
-        *(partial(decode, *sizes, by_load=True) for sizes in product(HEADS, SEQUENCES, LENGTHS)),
-        *(partial(decode_mixed, heads, sequences) for heads in HEADS for sequences in (16, 64)),
-        *(partial(decode_long_among_short, heads) for heads in HEADS),
-    ),
+    "mla_decode": (*all_of(by_load=False), partial(decode, 16, 16, 4096)),
+    "mla_decode_by_load": all_of(by_load=True),
 }
