@@ -1,8 +1,7 @@
 """mla_decode: absorbed latent attention; queries in the latents' own space attend to paged latents.
 
-How a sequence is cut is a function of positions alone, so its bits never depend on other requests, nor, among calls
-with cu_seqlens_q, on how many queries they have. Without it, up to 16 heads take a kernel of their own, whose last bits
-are its own as well.
+How a sequence is cut follows from its own length, with cu_seqlens_q from positions alone: so its bits never depend on
+other requests, nor, among calls with cu_seqlens_q, on how many queries they have. Without it they are others.
 """
 
 import torch

@@ -1,11 +1,11 @@
 """The plan of mla_decode in Triton: one program lists one sequence's items.
 
-Items come longest first, counted in tiles of TILE latents: a sequence's last item may be a small rest, and rests come
-behind all that is full. What is too long for one program is shared out by groups of leaves where that keeps the
-programs as busy as leaves would: fewer partial results to write and to fold.
+Items come longest first, counted in tiles of TILE latents, and programs draw them in this order: a sequence's last
+item may be a small rest, and rests come behind all that is full. What is too long for one program is shared out by
+groups of leaves where that keeps the programs as busy as leaves would: fewer partial results to write and to fold.
 
     items      | 0 ........ | 1 ........ | 2 .. | 3 .. | 4 |      here of two sequences of 2, and one of 1 full item
-    programs   | 0          | 1          | 2    | 0    | 1 |
+    programs   | 0          | 1          | 2    | any  | any |
 """
 
 import torch
@@ -34,8 +34,8 @@ def leaf_tiles(
 def fits(tiles, size, enough, programs, per_item):
     """Returns whether no program gets more than `enough` tiles of latents if work items have per_item of them each.
 
-    A sequence has `tiles` tiles of rows and `size` tiles of latents. Full items are dealt out in rounds, one to each
-    program; a sequence's shorter last item goes to a program that is idle in the last round, else it comes on top.
+    A sequence has `tiles` tiles of rows and `size` tiles of latents. Full items count as rounds of the longest, one for
+    each program; a sequence's shorter last item goes to a program that is idle in the last round, else on top.
     """
     fulls = tl.sum(tiles * (size // per_item), 0)
     rest = tl.where(tiles > 0, size % per_item, 0)

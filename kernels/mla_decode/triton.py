@@ -190,8 +190,7 @@ def launch(call: MlaDecodeCall, out: torch.Tensor, lse: torch.Tensor | None) -> 
     (tokens, heads, _), num_seqs, multi = q.shape, call.num_seqs, call.cu_seqlens_q is not None
     latent, rope, rows = call.latent, pages.shape[2] - call.latent, 16
     block_latent = max(triton.next_power_of_2(latent), LEAST_BLOCK)
-    tiles = triton.cdiv(heads * call.max_q_tokens, rows)
-    tree = tree_of(heads, not multi)
+    tiles, tree = triton.cdiv(heads * call.max_q_tokens, rows), tree_of(heads, not multi)
     leaf = tree.short or tree.leaf
     leaves = max(triton.cdiv(call.max_seqlen_k, leaf), 1)
     slots = num_seqs * tiles * leaves

@@ -1,7 +1,7 @@
 """mla_decode in Gluon for Hopper: a tile of latents is loaded once and serves as keys and as values.
 
-The arithmetic is a fixed tree over a sequence's own positions (tiles of TILE latents, leaves of LEAF, sums of two of
-these, and so on: see nodes.py), so its bits are the same whichever program computes which part.
+The arithmetic is a tree that follows from a sequence's own length (tiles of TILE latents, leaves as Tree says, sums of
+two of these, and so on: see nodes.py), so its bits are the same whichever program computes which part.
 
     warps          work on a tile of 64 rows (query heads, tokens) and TILE latents
     producer       copies the latents, a page's rows at a time, and the queries
