@@ -16,8 +16,8 @@ class Tree(NamedTuple):
     """How a sequence's sums are made: of leaves, of at most `leaf` latents.
 
     Leaves of `leaf` latents each, where `short` is None. Else a sequence has as many leaves as a power of two says, of
-    one length: 5,000 latents are four leaves of 1,280 or eight of 640, and so 16 sequences of 128 heads are 128 work
-    items, where leaves of 1,024 are 160, for 132 multiprocessors.
+    one length, in whole tiles, of many heads in pairs of them: 5,000 latents are four leaves of 1,280 or eight of 640,
+    and so 16 sequences of 128 heads are 128 work items, where leaves of 1,024 are 160, for 132 multiprocessors.
 
     Where rows are few they are folded in groups, and groups in order; where rows are many, by twos (hopper/nodes.py),
     and a program has up to `leaves_per_group` of a sequence that is shared out.
@@ -51,6 +51,6 @@ def tree_of(heads: int, one_query: bool) -> Tree:
     """
     if is_few(heads, one_query):
         return Tree(640, 8, short=512)
-    if one_query:
+    if one_query:  # ADR 18 has what 1,280 costs fewer heads
         return Tree(1280 if heads > 64 else 1152, 8, short=1024)
     return Tree(1024, 8)

@@ -1,7 +1,7 @@
 """The plan of mla_decode by leaves: every leaf in exactly one item, items longest first.
 
-The plan kernel runs in the interpreter or on a GPU. What the Gluon kernels compute of leaves and items is integer
-arithmetic, run here as plain Python.
+The plan kernel runs in the interpreter or on a GPU. What the Gluon kernels compute of leaves is integer arithmetic, run
+here as plain Python.
 """
 
 from types import SimpleNamespace
@@ -32,13 +32,13 @@ LENGTHS = {
 }
 
 
-def leaf_of(length: int, tree: Tree) -> int:
-    """Returns how many latents the leaves of a sequence have, as Tree says."""
+def leaf_of(length: int, tree: Tree, heads: int) -> int:
+    """Returns how many latents the leaves of a sequence have, as Tree says: whole tiles, of many heads in pairs."""
     if tree.short is None:
         return tree.leaf
     tiles, leaves = -(-length // TILE), tree.most_leaves(length)
-    together = 1 if tree.short == 512 else 2
-    return -(-tiles // (together * leaves)) * together * TILE
+    unit = 1 if heads <= FEW_HEADS else 2
+    return -(-tiles // (unit * leaves)) * unit * TILE
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def leaf_tiles() -> Jitted:
 def test_leaves_are_as_many_as_a_power_of_two_says(length: int, heads: int, leaf_tiles: Jitted) -> None:
     tree = tree_of(heads, one_query=True)
     tiles = leaf_tiles(length, tree.leaf, tree.short, TILE, heads > FEW_HEADS)
-    assert tiles * TILE == leaf_of(length, tree) <= tree.leaf
+    assert tiles * TILE == leaf_of(length, tree, heads) <= tree.leaf
     leaves = -(-length // (tiles * TILE))
     assert leaves <= tree.most_leaves(length)
     assert tree.most_leaves(length).bit_count() == 1 and tree.most_leaves(length) <= tree.most_leaves(length + 1)
@@ -85,13 +85,13 @@ def test_every_leaf_is_in_one_item(target: Target, heads: int, lengths: list[int
     for seq, q_start, q_len, tile, leaf, leaves, length, slot in items:
         assert (q_start, q_len, length) == (seq, 1, lengths[seq])
         found.setdefault((seq, tile), []).append((leaf, leaves))
-        per_leaf = leaf_of(max(length, 1), plan.tree)
+        per_leaf = leaf_of(max(length, 1), plan.tree, heads)
         sizes.append(min(leaves * per_leaf, max(length, 1) - leaf * per_leaf))
         assert slot < 0 or leaves <= step
     assert sorted(found) == [(seq, tile) for seq in range(len(lengths)) for tile in range(plan.tiles)]
     for (seq, _), parts in found.items():
         length = lengths[seq]
-        wanted = max(1, -(-length // leaf_of(max(length, 1), plan.tree)))
+        wanted = max(1, -(-length // leaf_of(max(length, 1), plan.tree, heads)))
         assert [n for leaf, leaves in sorted(parts) for n in range(leaf, leaf + leaves)] == list(range(wanted))
     tiles = [-(-size // TILE) for size in sizes]
     assert tiles == sorted(tiles, reverse=True)
