@@ -61,7 +61,6 @@ PARTS = (
         "mla_decode",
         "mla_decode_by_load",
         "mla_fold",
-        "mla_tree_plan",
         "latents",
         "gather_pages",
         "prefill_work_list",
