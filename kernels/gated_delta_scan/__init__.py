@@ -62,10 +62,10 @@ def gated_delta_scan(
 
 def _scan_on_gpu(layer: GatedDeltaLayer, plan: ScanPlan, out: torch.Tensor, route: Backend) -> None:
     """Each block is made a plain sum of products first, then states pass and outputs follow."""
-    if layer.by_channel:
-        from kernels.gated_delta_scan.channels.triton import solve
-    elif route is Backend.GLUON:
+    if route is Backend.GLUON:
         from kernels.gated_delta_scan.hopper.launch import solve
+    elif layer.by_channel:
+        from kernels.gated_delta_scan.channels.triton import solve
     else:
         from kernels.gated_delta_scan.triton import solve
     if route is Backend.GLUON:

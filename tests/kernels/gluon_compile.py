@@ -11,7 +11,7 @@ import triton
 from tests.examples import THOROUGH
 from tests.kernels import assembled_cache
 from tests.kernels.loads_in_flight import overtaken
-from tests.kernels.machine_code import disassembled, unwritten_registers
+from tests.kernels.machine_code import disassembled, overwritten_factors, unwritten_registers
 
 HOPPER = 90
 
@@ -108,8 +108,9 @@ def _assembled(source: Any, target: Any, options: dict[str, object]) -> Assemble
     ptx = str(compiled.asm["ptx"])
     # Only operands' addresses of wgmma were built from such registers so far, and disassembling takes 0.2 s a kernel.
     if "wgmma" in ptx or THOROUGH:
-        wrong = unwritten_registers(disassembled(compiled.asm["cubin"]))
-        assert not wrong, f"machine code that reads registers which nobody wrote: {wrong}"
+        code = disassembled(compiled.asm["cubin"])
+        assert not (wrong := unwritten_registers(code)), f"machine code reads registers which nobody wrote: {wrong}"
+        assert not (wrong := overwritten_factors(code)), f"machine code writes factors that products read: {wrong}"
     if "cp.async.bulk.tensor" in ptx:
         wrong = overtaken(compiled.asm["cubin"], str(compiled.asm["ttgir"]))
         assert not wrong, f"loads that the copy engine may overtake, see release_read: {wrong}"

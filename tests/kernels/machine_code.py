@@ -45,6 +45,31 @@ def unwritten_registers(code: str) -> list[str]:
     return found
 
 
+def overwritten_factors(code: str) -> list[str]:
+    """Returns the instructions that write a left factor of a product that was begun above them and not waited for.
+
+    ptxas 12.8 put such a constant into its register behind the first of four products: rows were NaN on an H200.
+    """
+    reading: set[int] = set()
+    found = []
+    for operation, rest in _INSTRUCTION.findall(code):
+        if operation.startswith("HGMMA"):
+            factor = re.fullmatch(r"R(\d+)", rest.split(",")[1].strip())
+            if factor:
+                reading |= set(range(int(factor[1]), int(factor[1]) + 4))
+        elif operation.startswith("WARPGROUP.DEPBAR"):
+            reading.clear()
+        elif (target := re.match(r"R(\d+)\b", rest)) and reading & _written(operation, int(target[1])):
+            found.append(f"{operation} {rest.strip()}")
+    return found
+
+
+def _written(operation: str, first: int) -> set[int]:
+    """Returns the registers that an instruction writes, from its first one on."""
+    many = operation.startswith("LD") and (".128" in operation or operation.endswith(".4"))
+    return set(range(first, first + (4 if many else 2 if re.search(r"\.(64|WIDE)", operation) else 1)))
+
+
 def _target(operation: str, operands: list[str]) -> set[int]:
     """Returns the uniform registers that an instruction writes."""
     match = re.fullmatch(r"UR(\d+)", operands[0])

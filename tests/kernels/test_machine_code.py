@@ -1,4 +1,4 @@
-"""unwritten_registers: lines of disassembled kernels, and what is wrong with them."""
+"""Lines of disassembled kernels, and what is wrong with them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.kernels.conftest import INTERPRETING
 
 pytest.importorskip("triton")
 
-from tests.kernels.machine_code import unwritten_registers
+from tests.kernels.machine_code import overwritten_factors, unwritten_registers
 
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
 
@@ -54,3 +54,26 @@ def test_halves_of_descriptors_that_no_product_looks_at() -> None:
     lines = ("UMOV UR8, UR20 ;", "UMOV UR9, UR21 ;", "UMOV UR10, UR4 ;", "UMOV UR11, 0x40000040 ;", product)
     assert not unwritten_registers(code(BASE, *lines))
     assert unwritten_registers(code(BASE, *lines, "UIADD3 UR12, UR8, 0x2, URZ ;"))
+
+
+FIRST, SECOND = (
+    "HGMMA.64x128x16.F32 R24, R104, gdesc[UR8].tnspB, RZ, !UPT ;",
+    "HGMMA.64x128x16.F32 R24, R116, R24, gsb0 ;",
+)
+WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x0 ;"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["IMAD.MOV.U32 R105, RZ, RZ, 0x3c003c00 ;", "LDS.128 R116, [R93+UR8] ;", "IMAD.WIDE R106, R130, 0x2, R24 ;"],
+)
+def test_a_factor_that_is_written_while_a_product_reads_it(wrong: str) -> None:
+    before = code(FIRST, SECOND, wrong, WAIT)
+    assert [line.strip() for line in overwritten_factors(before)] == [wrong.removesuffix(" ;")]
+    assert not overwritten_factors(code(wrong, FIRST, SECOND, WAIT))
+    assert not overwritten_factors(code(FIRST, SECOND, WAIT, wrong))
+
+
+def test_other_registers_may_be_written() -> None:
+    lines = ("MUFU.EX2 R103, R24 ;", "LDS.128 R108, [R93+UR8] ;", "STG.E.128 desc[UR12][R104.64], R108 ;")
+    assert not overwritten_factors(code(FIRST, SECOND, *lines, WAIT))

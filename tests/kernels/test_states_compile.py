@@ -277,3 +277,15 @@ def test_gluon_blocks_of_the_delta_rule(values: str) -> None:
     built = compile_gluon(solve_blocks, constants, gluon_kinds(solve_blocks, values), aligned=(), maxnreg=REGISTERS)
     assert "wgmma.mma_async" in built.ptx and not built.serialised, built.remarks
     assert built.stack_bytes <= 32 and built.shared_bytes <= SHARED_BYTES // 4
+
+
+@pytest.mark.parametrize("values", ["bf16", thorough("fp16")])
+def test_gluon_blocks_by_channel(values: str) -> None:
+    """Two programs share a processor."""
+    from kernels.gated_delta_scan.hopper.channels import solve_channels
+
+    heads = {name: value for name, value in KIMI.items() if name != "BK"}
+    built = compile_gluon(solve_channels, heads, gluon_kinds(solve_channels, values), aligned=("stride_",))
+    assert "wgmma.mma_async" in built.ptx and "cp.async.bulk.tensor" in built.ptx
+    assert built.stack_bytes == 0 and not built.serialised, built.remarks
+    assert built.shared_bytes <= SHARED_BYTES // 2

@@ -14,6 +14,10 @@ Sums are products with matrices of 0 and 1, so nothing is ever subtracted from o
 leave no digits of what follows.
 """
 
+from __future__ import annotations
+
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -140,14 +144,44 @@ def solve_channels(
         tl.store(inverses_ptr + at, unit_lower_inverse(products, HALVES, PRECISION).to(dtype), mask=ok)
 
 
+class Decayed(NamedTuple):
+    """What the blocks of a layer with a decay for each key channel become.
+
+    scores, inverses      [num_tokens, heads, GRID_TOKENS]: rows of each block's matrices
+    reading, keys, kept   [num_tokens, heads, dk]: see `store_decayed`
+    remains               fp32 [max_blocks, heads, dk]: what a block leaves of the state before it
+    """
+
+    scores: torch.Tensor
+    inverses: torch.Tensor
+    reading: torch.Tensor
+    keys: torch.Tensor
+    kept: torch.Tensor
+    remains: torch.Tensor
+
+    @classmethod
+    def empty(cls, layer: GatedDeltaLayer, plan: ScanPlan) -> Decayed:
+        tokens, heads, _ = layer.v.shape
+        dim_k = layer.k.shape[2]
+        remains = layer.v.new_empty((plan.max_blocks, heads, dim_k), dtype=torch.float32)
+        scores, inverses = layer.v.new_empty(2, tokens, heads, GRID_TOKENS)
+        reading, keys, kept = layer.v.new_empty(3, tokens, heads, dim_k)
+        return cls(scores, inverses, reading, keys, kept, remains)
+
+    def scan(self, layer: GatedDeltaLayer, plan: ScanPlan) -> BlockScan:
+        """Returns the plain scan that the layer is now."""
+        return BlockScan(
+            self.reading, self.keys, layer.v, self.inverses, layer.beta, None, None, self.scores, None, layer.states,
+            plan, layer.scale, by_value=False, skip=None, gate=None, kept=self.kept, remains=self.remains,
+        )  # fmt: skip
+
+
 def solve(layer: GatedDeltaLayer, plan: ScanPlan) -> BlockScan:
     """Returns the plain scan that a layer with a decay for each key channel is."""
     q, k, v = aligned_rows(layer.q, layer.k, layer.v)
-    tokens, heads, _ = v.shape
-    k_heads, dim_k = k.shape[1:]
-    scores, inverses = v.new_empty(2, tokens, heads, GRID_TOKENS)
-    reading, keys, kept = v.new_empty(3, tokens, heads, dim_k)
-    remains = v.new_empty((plan.max_blocks, heads, dim_k), dtype=torch.float32)
+    layer = layer._replace(q=q, k=k, v=v)
+    heads, (k_heads, dim_k) = v.shape[1], k.shape[1:]
+    decayed = Decayed.empty(layer, plan)
     has_norm, is_wide = layer.norm_eps is not None, v.dtype is torch.float32
     # Keys of length 1 are halves without loss of range.
     halves = has_norm and not is_wide
@@ -155,14 +189,11 @@ def solve(layer: GatedDeltaLayer, plan: ScanPlan) -> BlockScan:
     strides = (tensor.stride(0) for tensor in (q, k, layer.g, layer.beta))
     with torch.cuda.device_of(v):
         solve_channels[(plan.max_blocks * heads,)](
-            q, k, layer.g, layer.beta, inverses, scores, reading, keys, kept, remains, plan.cu_blocks, plan.blocks,
-            plan.num_rows, layer.norm_eps or 0.0, *strides,
+            q, k, layer.g, layer.beta, decayed.inverses, decayed.scores, decayed.reading, decayed.keys, decayed.kept,
+            decayed.remains, plan.cu_blocks, plan.blocks, plan.num_rows, layer.norm_eps or 0.0, *strides,
             HEADS=heads, GROUP=heads // k_heads, DK=dim_k, NORM=has_norm, HALVES=halves,
             # With three products of tf32 fp32 outputs are within 1.4e-7 of the largest one (an H200, keys of 32).
             PRECISION="tf32x3" if is_wide else "tf32", BK=padded(dim_k), CHANNELS=min(channels, padded(dim_k)),
             num_warps=warps,
         )  # fmt: skip
-    return BlockScan(
-        reading, keys, v, inverses, layer.beta, None, None, scores, None, layer.states, plan, layer.scale,
-        by_value=False, skip=None, gate=None, kept=kept, remains=remains,
-    )  # fmt: skip
+    return decayed.scan(layer, plan)

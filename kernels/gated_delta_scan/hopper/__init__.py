@@ -1,7 +1,7 @@
 """The fast path of gated_delta_scan on Hopper: which layers its Gluon kernels take.
 
-`kernel` solves blocks of a decay for each head; with a decay for each key channel they are solved as elsewhere. States
-pass in kernels/block_scan/hopper.
+`kernel` solves blocks of a decay for each head, `channels` those of one for each key channel. States pass in
+kernels/block_scan/hopper.
 """
 
 from kernels.backend import is_hopper

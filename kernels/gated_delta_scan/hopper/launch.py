@@ -1,10 +1,13 @@
-"""Launches the Gluon kernel that solves blocks of the gated delta rule."""
+"""Launches the Gluon kernels that solve blocks of the gated delta rule."""
 
 import torch
 
 from kernels.block_scan import GatedDeltaLayer, ScanPlan
 from kernels.block_scan.call import BlockScan
 from kernels.block_scan.hopper.launch import boxes_of
+from kernels.gated_delta_scan.channels.triton import Decayed
+from kernels.gated_delta_scan.channels.triton import solve as solve_channels_of_any_length
+from kernels.gated_delta_scan.hopper.channels import solve_channels
 from kernels.gated_delta_scan.hopper.kernel import solve_blocks
 from kernels.gated_delta_scan.triton import Solved
 
@@ -14,7 +17,29 @@ REGISTERS = 128
 
 
 def solve(layer: GatedDeltaLayer, plan: ScanPlan) -> BlockScan:
-    """Returns the plain scan that a layer of normed keys is, with a decay for each head."""
+    """Returns the plain scan that a layer is."""
+    if not layer.by_channel:
+        return _solve_heads(layer, plan)
+    # Keys of any length may be more than fp16 holds.
+    return solve_channels_of_any_length(layer, plan) if layer.norm_eps is None else _solve_channels(layer, plan)
+
+
+def _solve_channels(layer: GatedDeltaLayer, plan: ScanPlan) -> BlockScan:
+    """The same of normed keys with a decay for each channel."""
+    decayed = Decayed.empty(layer, plan)
+    heads, (k_heads, dim_k) = layer.v.shape[1], layer.k.shape[1:]
+    with torch.cuda.device_of(layer.v):
+        solve_channels[(plan.max_blocks * heads,)](
+            boxes_of(layer.q, dim_k), boxes_of(layer.k, dim_k), layer.g, layer.beta, decayed.inverses, decayed.scores,
+            decayed.reading, decayed.keys, decayed.kept, decayed.remains, plan.cu_blocks, plan.blocks, plan.num_rows,
+            layer.norm_eps, layer.g.stride(0), layer.beta.stride(0),
+            HEADS=heads, GROUP=heads // k_heads, DK=dim_k, num_warps=4,
+        )  # fmt: skip
+    return decayed.scan(layer, plan)
+
+
+def _solve_heads(layer: GatedDeltaLayer, plan: ScanPlan) -> BlockScan:
+    """The same of normed keys with a decay for each head."""
     solved = Solved.empty(layer)
     dim_k = layer.k.shape[2]
     with torch.cuda.device_of(layer.v):
