@@ -10,7 +10,7 @@ import triton
 
 from tests.examples import THOROUGH
 from tests.kernels import assembled_cache
-from tests.kernels.loads_in_flight import overtaken
+from tests.kernels.loads_in_flight import BY_LINE, overtaken
 from tests.kernels.machine_code import disassembled, overwritten_factors, unwritten_registers
 
 HOPPER = 90
@@ -106,12 +106,13 @@ def _assembled(source: Any, target: Any, options: dict[str, object]) -> Assemble
     remarks = said.getvalue()
     assert "ptxas info" in remarks, "taken from a cache, or the assembler's log was not printed"
     ptx = str(compiled.asm["ptx"])
+    has_copies = "cp.async.bulk.tensor" in ptx
     # Only operands' addresses of wgmma were built from such registers so far, and disassembling takes 0.2 s a kernel.
-    if "wgmma" in ptx or THOROUGH:
-        code = disassembled(compiled.asm["cubin"])
+    if has_copies or "wgmma" in ptx or THOROUGH:
+        code = disassembled(compiled.asm["cubin"], *(BY_LINE if has_copies else ()))
         assert not (wrong := unwritten_registers(code)), f"machine code reads registers which nobody wrote: {wrong}"
         assert not (wrong := overwritten_factors(code)), f"machine code writes factors that products read: {wrong}"
-    if "cp.async.bulk.tensor" in ptx:
-        wrong = overtaken(compiled.asm["cubin"], str(compiled.asm["ttgir"]))
-        assert not wrong, f"loads that the copy engine may overtake, see release_read: {wrong}"
+        if has_copies:
+            wrong = overtaken(code, str(compiled.asm["ttgir"]))
+            assert not wrong, f"loads that the copy engine may overtake, see release_read: {wrong}"
     return Assembled(ptx, remarks, compiled.metadata.shared)

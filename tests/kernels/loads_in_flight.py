@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.kernels.machine_code import disassembled
-
+# How machine code is disassembled for this: lines of the source, and encodings.
+BY_LINE = ("-g", "-hex")
 # Keys that a consumer of index_logits gives back without a product, since no row sees them: nobody uses what it loaded.
 UNUSED = {"held = keys.index(FIRST).load(HELD)", "held_2 = keys.index(LAST).load(HELD)"}
 
@@ -42,12 +42,12 @@ class _Instruction:
     follows: tuple[int, ...] = ()
 
 
-def overtaken(cubin: bytes, ttgir: str) -> list[str]:
-    """Returns the source of loads that the copy engine may overtake: none where all is well."""
+def overtaken(code: str, ttgir: str) -> list[str]:
+    """Returns the source of loads that the copy engine may overtake, by machine code that was disassembled BY_LINE."""
     loads = loads_of_filled_memory(ttgir)
     if not loads:
         return []
-    in_flight = lines_in_flight(disassembled(cubin, "-g", "-hex"))
+    in_flight = lines_in_flight(code)
     sources = (
         Path(file).read_text().splitlines()[line - 1].strip() for file, line in sorted(loads) if line in in_flight
     )
