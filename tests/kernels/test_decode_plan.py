@@ -4,6 +4,8 @@ share; room is checked by name.
 The plan kernel is plain Triton, so it runs in the interpreter and on a GPU; there is no torch version of it to test.
 """
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -67,6 +69,12 @@ class Planned:
         self.tiles = [tiles_of(*split[2:5]) for split in self.splits[: self.count]]
 
 
+@cache
+def planned(name: str, device: str, at_once: bool = False) -> Planned:
+    """What several tests look at is planned once."""
+    return Planned(LENGTHS[name], device, at_once=at_once)
+
+
 def tiles_of(first: int, leaves: int, length: int) -> int:
     return -(-min(length, (first + leaves) * LEAF) // TILE) - first * LEAF // TILE
 
@@ -82,7 +90,7 @@ def device(target: Target) -> str:
 @pytest.mark.parametrize("at_once", [False, True])
 def test_chunks_tile_all_leaves(device: str, name: str, at_once: bool) -> None:
     lengths = LENGTHS[name]
-    plan = Planned(lengths, device, at_once=at_once)
+    plan = planned(name, device, at_once)
     found: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for seq, head, first, leaves, length, splits, _, _ in plan.splits[: plan.count]:
         assert length == lengths[seq] and leaves > 0
@@ -101,14 +109,14 @@ def test_chunks_tile_all_leaves(device: str, name: str, at_once: bool) -> None:
 @pytest.mark.parametrize("name", list(LENGTHS))
 @pytest.mark.parametrize("at_once", [False, True])
 def test_the_longest_chunks_come_first(device: str, name: str, at_once: bool) -> None:
-    plan = Planned(LENGTHS[name], device, at_once=at_once)
+    plan = planned(name, device, at_once)
     tiles = [max(1, tiles) for tiles in plan.tiles]
     assert tiles == sorted(tiles, reverse=True)
 
 
 @pytest.mark.parametrize("name", list(LENGTHS))
 def test_parts_of_a_pair_are_equal_to_within_a_leaf(device: str, name: str) -> None:
-    plan = Planned(LENGTHS[name], device)
+    plan = planned(name, device)
     for split, tiles in zip(plan.splits, plan.tiles, strict=False):
         _, _, _, _, length, splits, _, _ = split
         assert abs(tiles - -(-length // TILE) / splits) <= LEAF // TILE
@@ -119,7 +127,7 @@ def test_parts_of_a_pair_are_equal_to_within_a_leaf(device: str, name: str) -> N
 def test_partials_of_pairs_lie_side_by_side(device: str, name: str, at_once: bool) -> None:
     """As many as a pair has groups, and what each cut may leave alone; a whole pair has none."""
     lengths = LENGTHS[name]
-    plan = Planned(lengths, device, at_once=at_once)
+    plan = planned(name, device, at_once)
     pairs = {(split[0], split[1]): tuple(split[4:7]) for split in plan.splits[: plan.count]}
     expected = 0
     for length, splits, base in sorted(pairs.values(), key=lambda pair: pair[2]):
@@ -220,7 +228,7 @@ def test_no_tail_where_it_would_cost_more(device: str, lengths: list[int]) -> No
 
 
 def test_a_long_sequence_is_shared_by_all_programs(device: str) -> None:
-    plan = Planned(LENGTHS["one long among short ones"], device)
+    plan = planned("one long among short ones", device)
     assert max(plan.tiles) <= 2 * sum(plan.tiles) / PROGRAMS
 
 

@@ -6,6 +6,7 @@ import triton.language as tl
 
 from kernels.backend import Backend
 from kernels.mla_decode import MlaDecodePlan
+from tests.kernels.conftest import rarely_interpreted
 from tests.kernels.target import Target
 
 # Rows and parts of each cut unit.
@@ -42,7 +43,7 @@ def columns(few: bool) -> torch.Tensor:
     return torch.cat([halves, halves + 256])
 
 
-@pytest.mark.parametrize("heads", [12, 20, 48, 128])
+@pytest.mark.parametrize("heads", [12, rarely_interpreted(20), 48, 128])
 @pytest.mark.parametrize("name", UNITS)
 def test_parts_of_a_unit_are_weighed_by_their_sums(
     target: Target, monkeypatch: pytest.MonkeyPatch, name: str, heads: int
@@ -99,8 +100,8 @@ def tree(states: list[State]) -> State:
     return states[0]
 
 
-@pytest.mark.parametrize("step", [1, 2, 8])
-@pytest.mark.parametrize("parts", [1, 2, 4, 5, 8, 9, 21, 40])
+@pytest.mark.parametrize("step", [1, rarely_interpreted(2), 8])
+@pytest.mark.parametrize("parts", [1, 2, 4, 5, 8, 9, rarely_interpreted(21), 40])
 def test_parts_of_leaves_are_a_tree(target: Target, monkeypatch: pytest.MonkeyPatch, parts: int, step: int) -> None:
     """Another order of additions is off by more than the tolerance somewhere."""
     if target.backend is Backend.REFERENCE:
