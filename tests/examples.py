@@ -27,7 +27,7 @@ def thorough(*values: object) -> Any:
     return pytest.param(*values, marks=pytest.mark.skipif(not THOROUGH, reason=LEFT_TO_THOROUGH))
 
 
-def usual(names: Iterable[str], *always: str) -> list[Any]:
+def usual(names: Iterable[Any], *always: Any) -> list[Any]:
     """Returns all names as cases; those beside `always` are tried in the thorough run only."""
     names = list(names)
     unknown = set(always) - set(names)

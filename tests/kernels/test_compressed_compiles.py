@@ -59,8 +59,8 @@ def ratio_of(of_page: int) -> int:
 @pytest.mark.parametrize(
     ("heads", "of_page", "k", "splits"),
     [
-        (128, 32, 1024, False), (128, 32, 1024, True), (8, 32, 512, True), (128, 1, 0, False), (8, 0, 0, False),
-        *(thorough(64, 32, 512, splits) for splits in (False, True)),
+        (128, 32, 1024, False), (8, 32, 512, True), (128, 1, 0, False), (8, 0, 0, False),
+        thorough(128, 32, 1024, True), *(thorough(64, 32, 512, splits) for splits in (False, True)),
         thorough(8, 32, 512, False), thorough(128, 1, 0, True), thorough(8, 0, 0, True),
         *(thorough(8, 1, 0, splits) for splits in (False, True)),
         *(thorough(128, 0, 0, splits) for splits in (False, True)),
@@ -105,9 +105,9 @@ def test_compressed_attention_in_gluon(heads: int, of_page: int, k: int, splits:
 @pytest.mark.parametrize(
     ("phase", "heads", "of_page", "k", "group"),
     [
-        ("WEIGHTS", 128, 32, 1024, 16), ("VALUES", 128, 32, 1024, 16), ("VALUES", 64, 32, 1024, 8),
-        ("WEIGHTS", 128, 32, 512, 8), ("VALUES", 128, 32, 512, 8), ("VALUES", 16, 1, 0, 16), ("FOLD", 128, 1, 0, 1),
-        thorough("WEIGHTS", 16, 1, 0, 16), thorough("VALUES", 8, 0, 0, 8),
+        ("WEIGHTS", 128, 32, 1024, 16), ("VALUES", 128, 32, 1024, 16), ("WEIGHTS", 128, 32, 512, 8),
+        ("VALUES", 128, 32, 512, 8), ("VALUES", 16, 1, 0, 16), ("FOLD", 128, 1, 0, 1),
+        thorough("VALUES", 64, 32, 1024, 8), thorough("WEIGHTS", 16, 1, 0, 16), thorough("VALUES", 8, 0, 0, 8),
     ],
 )  # fmt: skip
 def test_compressed_attention_in_phases(phase: str, heads: int, of_page: int, k: int, group: int) -> None:

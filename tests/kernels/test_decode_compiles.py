@@ -99,9 +99,9 @@ CASES = {
 }
 
 
-# Published models' heads, fp8, and one case of each form: many tokens, pages by head, an odd group.
+# Published models' heads, and one case of each form: many tokens with fp8, pages by head, an odd group.
 USUAL = (
-    "plain", "places", "options", "fp8", "dim 64, 16 heads", "8 tokens, fp8, options", "dim 256, spans",
+    "plain", "places", "options", "dim 64, 16 heads", "8 tokens, fp8, options",
     "dim 256, 5 tokens of 3 heads, fp8, options",
 )  # fmt: skip
 

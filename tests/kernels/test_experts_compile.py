@@ -10,7 +10,7 @@ import torch
 
 from kernels.grouped_linear import TILE_ROWS
 from kernels.route_experts import RoutingRule, Scoring
-from tests.examples import thorough
+from tests.examples import thorough, usual
 from tests.kernels.conftest import INTERPRETING
 from tests.kernels.gluon_compile import compile_gluon, descriptor
 from tests.kernels.test_compiles import compile_for_hopper, own_cache
@@ -53,7 +53,7 @@ def test_routing(experts: int, rule: RoutingRule, has_bias: bool) -> None:
 
 
 @pytest.mark.parametrize("values", ["bf16", thorough("fp16"), "fp32"])
-@pytest.mark.parametrize("rows", TILE_ROWS)
+@pytest.mark.parametrize("rows", usual(TILE_ROWS, 16, 128))
 def test_products(values: str, rows: int) -> None:
     """Tensor cores multiply 16 bits in one kind of instruction whatever the tile: 64 outputs and 16 steps of depth."""
     from kernels.grouped_linear.triton import PLAIN, multiply_pairs, tile_for
@@ -78,7 +78,7 @@ def test_products(values: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["fp8", "mxfp4"])
-@pytest.mark.parametrize("rows", TILE_ROWS)
+@pytest.mark.parametrize("rows", usual(TILE_ROWS, 16, 128))
 def test_products_with_stored_weights(rows: int, name: str) -> None:
     """The same instruction as with plain weights. Codes are copied asynchronously and multiplied from registers."""
     from kernels.grouped_linear.triton import FP8, MXFP4, multiply_pairs, tile_for
