@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.examples import thorough
 from tests.worker_service.cuda_device import NEEDS_CUDA, prepared_cuda
 from tests.worker_service.invariance_rig import VOCAB, Scale, World, check_decoding, check_prefill, check_repeats
 from tests.worker_service.model_kit import page_of
@@ -32,7 +33,7 @@ CPU_SCALES = {
     "compressed": Scale(pool_tokens=32_768, lengths=(75, 150, 300)),
 }
 GPU_CASES = 6
-CPU_CASES = 2
+CPU_CASES = (0, thorough(1))
 GPU_REPEATS, CPU_REPEATS = 150, 2
 SIZES: dict[str, Any] = {
     "dtype": "bfloat16",
@@ -228,11 +229,11 @@ class TestGpu:
 
 
 class TestCpu:
-    @pytest.mark.parametrize("seed", range(CPU_CASES))
+    @pytest.mark.parametrize("seed", CPU_CASES)
     def test_prefill_gives_the_cold_logits(self, cpu_world: World, seed: int) -> None:
         check_prefill(cpu_world, seed)
 
-    @pytest.mark.parametrize("seed", range(CPU_CASES))
+    @pytest.mark.parametrize("seed", CPU_CASES)
     def test_decoding_gives_the_same_logits_in_any_company(self, cpu_world: World, seed: int) -> None:
         check_decoding(cpu_world, seed)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
+from tests.examples import thorough
 from tests.worker_service.model_kit import MODELS, Bench, Part, make_reference, page_of, random_tokens
 from worker_service.model.config import read_model_spec
 
@@ -51,11 +53,22 @@ def test_whole_prompt(pair: Pair) -> None:
     pair.assert_close(bench.all_logits(Part(bench.sequence(tokens, [7, 3, 9, 1]), 0, pair.length)), pair.wanted(tokens))
 
 
-@pytest.mark.parametrize(("pages", "more"), [(0, 1), (1, -1), (1, 0), (1, 1)])
+@pytest.mark.parametrize(("pages", "more"), [thorough(0, 1), (1, -1), (1, 0), (1, 1)])
 def test_chunks(pair: Pair, pages: int, more: int) -> None:
     tokens, chunk = random_tokens(pair.length, 2), pages * pair.page + more
     bench = pair.bench()
     pair.assert_close(bench.chunked_logits(bench.sequence(tokens, [4, 8, 2, 6]), chunk), pair.wanted(tokens))
+
+
+def test_single_tokens_around_the_ends_of_pages(pair: Pair) -> None:
+    """One at a time at the start and over each end of a page, the rest between in one chunk."""
+    tokens, bench = random_tokens(pair.length, 2), pair.bench()
+    singles = {*range(6), *(3 * pair.page + at for at in range(5))}
+    singles |= {pages * pair.page + at for pages in (1, 2) for at in range(-3, 4)}
+    cuts = sorted({0, pair.length, *singles, *(at + 1 for at in singles)})
+    sequence = bench.sequence(tokens, [4, 8, 2, 6])
+    logits = [bench.all_logits(Part(sequence, first, end)) for first, end in pairwise(cuts)]
+    pair.assert_close(torch.cat(logits), pair.wanted(tokens))
 
 
 def test_after_a_prefix_hit(pair: Pair) -> None:
