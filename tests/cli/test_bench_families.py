@@ -12,12 +12,17 @@ from benchmarks.family_configs import EXPERTS, FAMILIES
 from benchmarks.paged_model import PagedTokens, RandomTensors
 from kernels.grouped_linear import dequantised
 from session.words import GroupKind
+from tests.examples import usual
 
 CPU = torch.device("cpu")
 STATES = ("short-convs", "mamba2", "gated-delta")
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+# One of each form of pages and states.
+USUAL = ("windows-sinks", "short-convs", "mamba2", "gated-delta-fp8", "channel-decays", "chosen-latents")
+
+
+@pytest.mark.parametrize("name", usual(FAMILIES, *USUAL))
 def test_every_family_is_measured(name: str) -> None:
     savings = measure([name], CPU, quick=True)
     wanted = [(name, shared, new) for shared in QUICK_SHARED for new in QUICK_NEW]
