@@ -139,7 +139,7 @@ def _budget(
         return budget
     max_tokens = config.token_budget + MOST_PADDING
     workspace_bytes = (
-        latent_workspace_bytes(spec, config.latent_chunk_tokens, dtype)
+        latent_workspace_bytes(spec, config.latent_chunk_tokens, max_tokens, dtype)
         + sparse_workspace_bytes(spec, max_tokens, dtype, index_dtype)
         + compressed_workspace_bytes(spec, max_tokens, dtype)
         + segments_workspace_bytes(spec, config.attention_segment_tokens, device)

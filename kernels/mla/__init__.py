@@ -16,7 +16,7 @@ from kernels.latent_dims import check_latent_dims
 from kernels.linear import Route
 from kernels.mla import cpu
 from kernels.mla.absorb import absorbed_queries
-from kernels.mla.device_plan import plan_on_device
+from kernels.mla.device_plan import num_chunks, plan_on_device
 from kernels.mla.plan import AbsorbedRun, ExtendPlan, MaterialisedRun, plan_extend, workspace_bytes
 from kernels.mla.rule import MlaPath, choose_path
 from kernels.mla.sparse import mla_sparse
@@ -31,6 +31,7 @@ __all__ = [
     "mla_absorbed",
     "mla_extend",
     "mla_sparse",
+    "num_chunks",
     "plan_extend",
     "plan_on_device",
     "workspace_bytes",

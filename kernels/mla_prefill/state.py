@@ -26,3 +26,8 @@ class AttentionState(NamedTuple):
         acc = torch.empty((tokens, heads, value), dtype=torch.float32, device=device)
         row_max, row_sum = (torch.empty((heads, tokens), dtype=torch.float32, device=device) for _ in range(2))
         return cls(acc, row_max, row_sum)
+
+    @staticmethod
+    def num_bytes(tokens: int, heads: int, value: int) -> int:
+        """Returns what a state takes."""
+        return 4 * tokens * heads * (value + 2)

@@ -75,26 +75,37 @@ def test_the_workspace_is_that_of_a_chunk_and_of_captured_launches(folder: Path)
     mixer = spec.layers[0].mixer
     assert isinstance(mixer, LatentSpec)
     row = mixer.latent_dim + mixer.rope_dim + mixer.num_heads * (mixer.nope_dim + mixer.value_dim)
-    assert latent_workspace_bytes(spec, 128, torch.bfloat16) == 2 * 128 * row * 2
-    assert latent_workspace_bytes(spec, 32_768, torch.bfloat16) == 2 * 32_768 * row * 2
+    state = 64 * mixer.num_heads * (mixer.value_dim + 2) * 4
+    assert spec.max_model_len < 1024
+    assert latent_workspace_bytes(spec, 128, 64, torch.bfloat16) == 2 * 128 * row * 2 + 2 * state
+    assert latent_workspace_bytes(spec, 32_768, 64, torch.bfloat16) == 2 * 32_768 * row * 2 + state
 
 
 @pytest.mark.parametrize(
     ("name", "captured"),
-    [("deepseek-ai/DeepSeek-V3", 16_384), ("moonshotai/Kimi-Linear-48B-A3B-Instruct", 32_768)],
+    [
+        ("deepseek-ai/DeepSeek-V3", (16_384, 16_384)),
+        ("moonshotai/Kimi-Linear-48B-A3B-Instruct", (32_768, 131_072)),
+    ],
 )
-def test_captured_launches_hold_as_many_latents_as_fit_in_their_memory(name: str, captured: int) -> None:
+def test_captured_launches_hold_as_many_latents_as_fit_in_their_memory(name: str, captured: tuple[int, int]) -> None:
     spec = parse_model_spec(PUBLISHED[name])
     mixers = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, LatentSpec)]
-    assert captured_latents(CHUNK_TOKENS, mixers) == captured
-    assert captured_latents(1024, mixers) == 1024, "one chunk"
-    a_row = latent_workspace_bytes(spec, 1, torch.bfloat16) // 2
-    assert captured * a_row <= CAPTURED_BYTES
+    longest = spec.max_model_len
+    assert captured_latents(CHUNK_TOKENS, longest, mixers) == captured
+    assert captured_latents(1024, longest, mixers) == (1024, 4096), "more chunks where the memory is for fewer"
+    assert captured_latents(1024, 2000, mixers) == (1024, 2048), "as many as a prompt may have"
+    assert captured_latents(1024, 500, mixers) == (1024, 1024)
+    assert captured_latents(1024, 500, []) == (0, 0)
+    a_row = latent_workspace_bytes(spec, 1, 0, torch.bfloat16) // 2
+    assert captured[0] * a_row <= CAPTURED_BYTES
 
 
 def test_a_model_without_latents_needs_none(tmp_path: Path) -> None:
     make_reference("llama", tmp_path)
     assert (
-        latent_workspace_bytes(read_model_spec(tmp_path), WorkerConfig(model="m").latent_chunk_tokens, torch.float32)
+        latent_workspace_bytes(
+            read_model_spec(tmp_path), WorkerConfig(model="m").latent_chunk_tokens, 64, torch.float32
+        )
         == 0
     )

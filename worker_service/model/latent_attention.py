@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
+from typing import NamedTuple
 
 import torch
 
 from kernels.backend import Backend
 from kernels.latent_dims import LatentDims
-from kernels.mla import ExtendPlan, MlaPath, mla_absorbed, mla_extend, plan_extend, plan_on_device, workspace_bytes
+from kernels.mla import (
+    ExtendPlan,
+    MlaPath,
+    mla_absorbed,
+    mla_extend,
+    num_chunks,
+    plan_extend,
+    plan_on_device,
+    workspace_bytes,
+)
 from kernels.mla_decode import MlaDecodePlan
-from kernels.mla_prefill import MlaPrefillPlan
+from kernels.mla_prefill import AttentionState, MlaPrefillPlan
 from kernels.rotate_append_latent import rotate_append_latent
 from worker_service.gpu.page_pools import PagePools
 from worker_service.model.attention_specs import LatentSpec
@@ -25,10 +35,12 @@ PATHS = {
     Invariance.BATCH: MlaPath.MATERIALISED,
     Invariance.FAST: MlaPath.AUTO,
 }
-# Prompts whose latents, all together, make more keys and values than fit here are not captured: those of more than
-# 16,384 for DeepSeek V3, whose device then takes longer than the host. With fewer heads more of them fit: 16 tokens of
-# Kimi Linear behind 16,384 waited 40 ms for the host (an H200).
+# What latents make of keys and values at a time in a captured launch: of 16,384 for DeepSeek V3, and of no more there,
+# as its device then takes longer than the host.
 CAPTURED_BYTES = 1100 << 20
+# With fewer heads a whole chunk fits, and so many chunks are captured: 16 tokens of Kimi Linear behind 65,536 waited
+# 45 ms of 59 for the host (an H200).
+CAPTURED_CHUNKS = 4
 
 
 class LatentPlans:
@@ -59,14 +71,18 @@ class LatentPlans:
         self._path = PATHS[invariance]
         self._num_heads = next((mixer.num_heads for mixer in self.mixers.values()), 0)
         self._decode: MlaDecodePlan | None = None
-        self._prefill: MlaPrefillPlan | None = None
+        self._prefill: tuple[MlaPrefillPlan, ...] = ()
+        self._captured = captured_latents(chunk_tokens, spec.max_model_len, self.mixers.values())
         if self.mixers and device.type == "cuda" and backend is not Backend.REFERENCE:
             # Cuts by load are faster, and depend on who else decodes.
             by_load = invariance is Invariance.FAST
             self._decode = MlaDecodePlan(
                 max_num_seqs, spec.max_model_len, self._num_heads, by_load=by_load, device=device
             )
-            self._prefill = MlaPrefillPlan(max_num_seqs, max_tokens, device=device)
+            self._prefill = tuple(
+                MlaPrefillPlan(max_num_seqs, max_tokens, device=device)
+                for _ in range(num_chunks(self._captured.most, self._captured.chunk))
+            )
 
     @property
     def captured_latents(self) -> int:
@@ -74,9 +90,7 @@ class LatentPlans:
 
         A device-side plan materialises all prompts, which is what `batch` asks for.
         """
-        if not self.mixers or self._path is not MlaPath.MATERIALISED:
-            return 0
-        return captured_latents(self._chunk_tokens, self.mixers.values())
+        return self._captured.most if self._path is MlaPath.MATERIALISED else 0
 
     def decode(self, launch: LaunchInputs) -> MlaDecodePlan | None:
         if self._decode is None or not 0 < launch.num_decode <= self._max_num_seqs:
@@ -101,28 +115,49 @@ class LatentPlans:
             self._num_heads,
             num_tokens=launch.token_ids.shape[0] - launch.num_decode,
             num_latents=launch.max_prompt_keys,
-            prefill_plan=self._prefill,
+            chunk_tokens=self._captured.chunk,
+            prefill_plans=self._prefill,
         )
 
 
-def captured_latents(chunk_tokens: int, mixers: Iterable[LatentSpec]) -> int:
-    """Returns how many latents prompts may have in a captured launch: one chunk, and not more than pay."""
+class CapturedLatents(NamedTuple):
+    """How many latents prompts have in a captured launch, all together: in a chunk, and at most."""
+
+    chunk: int
+    most: int
+
+
+def captured_latents(chunk_tokens: int, max_model_len: int, mixers: Collection[LatentSpec]) -> CapturedLatents:
+    """Returns (0, 0) without mixers."""
+    if not mixers:
+        return CapturedLatents(0, 0)
     row_bytes = max(workspace_bytes(1, mixer.num_heads, _dims(mixer), torch.bfloat16) for mixer in mixers)
-    # A power of two, as the bounds of captured launches double.
-    return min(chunk_tokens, 1 << (CAPTURED_BYTES // row_bytes).bit_length() - 1)
+    # Powers of two, as the bounds of captured launches double.
+    chunk = 1 << (CAPTURED_BYTES // row_bytes).bit_length() - 1
+    if chunk < chunk_tokens:
+        return CapturedLatents(chunk, chunk)
+    longest = 1 << (max_model_len - 1).bit_length()
+    return CapturedLatents(chunk_tokens, max(min(CAPTURED_CHUNKS * chunk_tokens, longest), chunk_tokens))
 
 
-def latent_workspace_bytes(spec: ModelSpec, chunk_tokens: int, dtype: torch.dtype) -> int:
+def latent_workspace_bytes(spec: ModelSpec, chunk_tokens: int, max_tokens: int, dtype: torch.dtype) -> int:
     """Returns the memory that prompts over latents need beside the pools; 0 for a model without, or with sparse ones.
 
-    A chunk of a launch that is not captured, and what captured ones hold for themselves.
+    A chunk of a launch that is not captured, and what captured ones hold for themselves; for each the sums that
+    max_tokens carry from chunk to chunk.
     """
     latents = (layer.mixer for layer in spec.layers if isinstance(layer.mixer, LatentSpec))
     mixers = {mixer for mixer in latents if mixer.index is None}
-    if not mixers:
-        return 0
-    num_latents = chunk_tokens + captured_latents(chunk_tokens, mixers)
-    return max(workspace_bytes(num_latents, mixer.num_heads, _dims(mixer), dtype) for mixer in mixers)
+    captured = captured_latents(chunk_tokens, spec.max_model_len, mixers)
+    launches = 1 + (captured.most > captured.chunk)
+    return max(
+        (
+            workspace_bytes(chunk_tokens + captured.chunk, mixer.num_heads, _dims(mixer), dtype)
+            + launches * AttentionState.num_bytes(max_tokens, mixer.num_heads, mixer.value_dim)
+            for mixer in mixers
+        ),
+        default=0,
+    )
 
 
 def _dims(mixer: LatentSpec) -> LatentDims:

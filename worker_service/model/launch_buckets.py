@@ -26,7 +26,7 @@ MIXED_TOKENS = (16, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 # Keys of prompts over latents: doubling from the first to GraphLimits.max_prompt_keys, beside decode rows these alone.
 # On Hopper a launch projects those that are there, elsewhere as many as the bound.
 LEAST_PROMPT_KEYS = 1024
-MIXED_KEYS = (4096, 16_384)
+MIXED_KEYS = (4096, 16_384, 65_536)
 # Keys of the longest prompt where an indexer chooses: what is not there costs little (a program looks and ends), so
 # bounds lie further apart. The first is the usual number of chosen ones: among so few nothing is chosen.
 LEAST_CHOSEN_KEYS = 2048
