@@ -17,10 +17,11 @@ from tests.e2e.conftest import Starter
 from tests.e2e.processes import ServiceProcess
 from tests.e2e.proxy import Proxy, open_proxy
 from tests.e2e.running import healthy
+from tests.examples import THOROUGH
 from tests.redis_process import RedisProcess
 
 ANSWER = 60
-NUM_TROUBLES = 24
+NUM_TROUBLES = 24 if THOROUGH else 15
 NUM_USERS = 8
 
 
