@@ -83,7 +83,7 @@ def test_compressed_attention(heads: int, of_page: int, k: int, splits: bool) ->
 @pytest.mark.parametrize(
     ("heads", "of_page", "k", "splits"),
     [
-        (128, 32, 512, False), (128, 1, 0, False), (128, 1, 0, True), (16, 0, 0, False),
+        (128, 32, 512, False), (128, 1, 0, True), (16, 0, 0, False), thorough(128, 1, 0, False),
         thorough(64, 32, 1024, False), thorough(65, 1, 0, True),
     ],
 )  # fmt: skip

@@ -15,7 +15,7 @@ from tests.kernels.test_linear import GPU, assert_near, exact, made
 
 SLICE_K = 256
 # On the slices' grid, off it, shorter than one slice, and no multiple of anything.
-DEPTHS = [512, rarely_interpreted(600), 200, 1025]
+DEPTHS = [*map(rarely_interpreted, (512, 600)), 200, 1025]
 
 Product = Callable[..., torch.Tensor]
 
