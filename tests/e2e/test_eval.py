@@ -13,7 +13,7 @@ from cli.evaluation.ways import SMALL_BUDGET, WAYS
 from cli.redis_server import find_redis_binary
 from tests.cli.command import Running, one_object
 
-QUESTIONS, REGISTERS, TOKENS = 6, 2, 600
+QUESTIONS, REGISTERS, TOKENS = 12, 2, 600
 # Over so few questions a single wrong answer weighs five percent.
 LEAST_ACCURACY = 0.9
 REUSE = [way for way in WAYS if way != "cold"]

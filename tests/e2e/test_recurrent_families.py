@@ -18,12 +18,13 @@ from tests.e2e.conftest import Starter
 from tests.e2e.running import Draw, healthy
 from tests.e2e.sabotage import Stand, open_stand
 from tests.e2e.states import GROUPS, MODELS, PAGE, make_states
+from tests.examples import THOROUGH
 from tests.redis_process import RedisProcess
 
 BUDGET = 300
 ANSWER = 24
 # Prompts, and how much of each a second run need not compute.
-CACHED = {65: 64, 800: 768}
+CACHED = {65: 64, 192: 128, 800: 768, **({128: 64, 1024: 960} if THOROUGH else {})}
 
 
 class Pair(NamedTuple):

@@ -20,7 +20,7 @@ from tests.e2e.sabotage import FULL, Cached, Stand, open_stand
 # About 550 tokens each; another register's pages must reach as far as the damaged ones.
 HOLDINGS, OTHER_HOLDINGS = 20, 26
 NUM_REGISTERS = 2
-QUESTIONS_EACH = 4
+QUESTIONS_EACH = 6
 # What a wrong page must bring the figure below, and what it is without one.
 MOST_WHEN_DAMAGED, LEAST_WHEN_SOUND = 0.6, 0.9
 

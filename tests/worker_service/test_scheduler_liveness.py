@@ -140,7 +140,7 @@ class Workload:
 @pytest.mark.parametrize("layout", [full_only, with_window, window_only, with_state, with_intervals])
 @pytest.mark.parametrize("with_faults", [False, True])
 @pytest.mark.parametrize("ahead", [False, True])
-@settings(max_examples=examples(40))
+@settings(max_examples=examples(60))
 @given(data=st.data(), seed=st.integers(0, 1 << 32), num_requests=st.integers(1, 14), host=st.booleans())
 def test_every_request_ends_and_nothing_is_left(
     data: st.DataObject, seed: int, num_requests: int, host: bool, layout: Layout, with_faults: bool, ahead: bool
