@@ -63,14 +63,14 @@ def gated_delta_scan(
 def _scan_on_gpu(layer: GatedDeltaLayer, plan: ScanPlan, out: torch.Tensor, route: Backend) -> None:
     """Each block is made a plain sum of products first, then states pass and outputs follow."""
     if route is Backend.GLUON:
-        from kernels.gated_delta_scan.hopper.launch import solve
-    elif layer.by_channel:
-        from kernels.gated_delta_scan.channels.triton import solve
-    else:
-        from kernels.gated_delta_scan.triton import solve
-    if route is Backend.GLUON:
         from kernels.block_scan.hopper.launch import launch_scan
+        from kernels.gated_delta_scan.hopper.launch import solve
     else:
         from kernels.block_scan.triton import launch_scan
+
+        if layer.by_channel:
+            from kernels.gated_delta_scan.channels.triton import solve
+        else:
+            from kernels.gated_delta_scan.triton import solve
 
     launch_scan(solve(layer, plan), out)

@@ -66,5 +66,7 @@ GPU_KINDS = {
         "gemma3", 16, 4600, head_dim=256, num_attention_heads=8, num_key_value_heads=4, sliding_window=512
     ),
 }
+# Prompts that are captured make their keys and values in three chunks.
+GPU_KINDS["deepseek-v3-chunks"] = GPU_KINDS["deepseek-v3"]._replace(settings={"latent_chunk_tokens": "2048"})
 # Index keys as the published system stores them, and queries in fp8 with them.
 GPU_KINDS["deepseek-v32-fp8-keys"] = GPU_KINDS["deepseek-v32"]._replace(settings={"index_key_dtype": "fp8_e4m3"})

@@ -11,7 +11,7 @@ import triton
 from tests.examples import THOROUGH
 from tests.kernels import assembled_cache
 from tests.kernels.loads_in_flight import BY_LINE, overtaken
-from tests.kernels.machine_code import disassembled, overwritten_factors, unwritten_registers
+from tests.kernels.machine_code import disassembled, overwritten_operands, unwritten_registers
 
 HOPPER = 90
 
@@ -111,7 +111,9 @@ def _assembled(source: Any, target: Any, options: dict[str, object]) -> Assemble
     if has_copies or "wgmma" in ptx or THOROUGH:
         code = disassembled(compiled.asm["cubin"], *(BY_LINE if has_copies else ()))
         assert not (wrong := unwritten_registers(code)), f"machine code reads registers which nobody wrote: {wrong}"
-        assert not (wrong := overwritten_factors(code)), f"machine code writes factors that products read: {wrong}"
+        assert not (wrong := overwritten_operands(code)), (
+            f"machine code writes operands that a wgmma still reads: {wrong}"
+        )
         if has_copies:
             wrong = overtaken(code, str(compiled.asm["ttgir"]))
             assert not wrong, f"loads that the copy engine may overtake, see release_read: {wrong}"

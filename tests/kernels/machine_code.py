@@ -45,18 +45,18 @@ def unwritten_registers(code: str) -> list[str]:
     return found
 
 
-def overwritten_factors(code: str) -> list[str]:
-    """Returns the instructions that write a left factor of a product that was begun above them and not waited for.
+def overwritten_operands(code: str) -> list[str]:
+    """Returns the instructions that write a register which a wgmma above them reads and nothing has waited for.
 
-    ptxas 12.8 put such a constant into its register behind the first of four products: rows were NaN on an H200.
+    ptxas 12.8 wrote a constant of a left operand after the first of four wgmmas that read it: an H200 gave rows of NaN.
     """
     reading: set[int] = set()
     found = []
     for operation, rest in _INSTRUCTION.findall(code):
         if operation.startswith("HGMMA"):
-            factor = re.fullmatch(r"R(\d+)", rest.split(",")[1].strip())
-            if factor:
-                reading |= set(range(int(factor[1]), int(factor[1]) + 4))
+            left = re.fullmatch(r"R(\d+)", rest.split(",")[1].strip())
+            if left:
+                reading |= set(range(int(left[1]), int(left[1]) + 4))
         elif operation.startswith("WARPGROUP.DEPBAR"):
             reading.clear()
         elif (target := re.match(r"R(\d+)\b", rest)) and reading & _written(operation, int(target[1])):

@@ -8,7 +8,7 @@ from tests.kernels.conftest import INTERPRETING
 
 pytest.importorskip("triton")
 
-from tests.kernels.machine_code import overwritten_factors, unwritten_registers
+from tests.kernels.machine_code import overwritten_operands, unwritten_registers
 
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
 
@@ -67,13 +67,13 @@ WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x0 ;"
     "wrong",
     ["IMAD.MOV.U32 R105, RZ, RZ, 0x3c003c00 ;", "LDS.128 R116, [R93+UR8] ;", "IMAD.WIDE R106, R130, 0x2, R24 ;"],
 )
-def test_a_factor_that_is_written_while_a_product_reads_it(wrong: str) -> None:
+def test_an_operand_that_is_written_while_a_wgmma_reads_it(wrong: str) -> None:
     before = code(FIRST, SECOND, wrong, WAIT)
-    assert [line.strip() for line in overwritten_factors(before)] == [wrong.removesuffix(" ;")]
-    assert not overwritten_factors(code(wrong, FIRST, SECOND, WAIT))
-    assert not overwritten_factors(code(FIRST, SECOND, WAIT, wrong))
+    assert [line.strip() for line in overwritten_operands(before)] == [wrong.removesuffix(" ;")]
+    assert not overwritten_operands(code(wrong, FIRST, SECOND, WAIT))
+    assert not overwritten_operands(code(FIRST, SECOND, WAIT, wrong))
 
 
 def test_other_registers_may_be_written() -> None:
     lines = ("MUFU.EX2 R103, R24 ;", "LDS.128 R108, [R93+UR8] ;", "STG.E.128 desc[UR12][R104.64], R108 ;")
-    assert not overwritten_factors(code(FIRST, SECOND, *lines, WAIT))
+    assert not overwritten_operands(code(FIRST, SECOND, *lines, WAIT))

@@ -35,11 +35,11 @@ PATHS = {
     Invariance.BATCH: MlaPath.MATERIALISED,
     Invariance.FAST: MlaPath.AUTO,
 }
-# What latents make of keys and values at a time in a captured launch: of 16,384 for DeepSeek V3, and of no more there,
-# as its device then takes longer than the host.
+# The most memory for keys and values that a captured launch makes at a time: 16,384 latents of DeepSeek V3. Prompts of
+# such models with more latents are not captured: the device takes longer than the host.
 CAPTURED_BYTES = 1100 << 20
-# With fewer heads a whole chunk fits, and so many chunks are captured: 16 tokens of Kimi Linear behind 65,536 waited
-# 45 ms of 59 for the host (an H200).
+# The most chunks of a captured launch, where a whole chunk fits into that memory, as with fewer heads. A launch of 16
+# tokens of Kimi Linear behind 65,536 takes an H200 24 ms; it took 59 when it was not captured.
 CAPTURED_CHUNKS = 4
 
 
@@ -121,14 +121,21 @@ class LatentPlans:
 
 
 class CapturedLatents(NamedTuple):
-    """How many latents prompts have in a captured launch, all together: in a chunk, and at most."""
+    """How many latents the prompts of a captured launch may have, all together.
+
+    chunk   of how many keys and values are made at a time
+    most    in all chunks
+    """
 
     chunk: int
     most: int
 
 
 def captured_latents(chunk_tokens: int, max_model_len: int, mixers: Collection[LatentSpec]) -> CapturedLatents:
-    """Returns (0, 0) without mixers."""
+    """Returns the bounds of captured launches over the latents of these mixers; 0 and 0 without mixers.
+
+    chunk_tokens is that of launches that are not captured, and a chunk is never larger.
+    """
     if not mixers:
         return CapturedLatents(0, 0)
     row_bytes = max(workspace_bytes(1, mixer.num_heads, _dims(mixer), torch.bfloat16) for mixer in mixers)

@@ -1,7 +1,7 @@
-"""solve_channels in Gluon for Hopper: what kernels/gated_delta_scan/channels/triton.py computes, with left factors in
-registers and one copy of decayed keys in shared memory for both products of a level.
+"""solve_channels in Gluon for Hopper: what kernels/gated_delta_scan/channels/triton.py computes.
 
-For keys of 128 elements, divided by their length.
+Left operands of products stay in registers; a level's decayed keys are stored in shared memory once for both of its
+products. For keys of 128 elements that are divided by their length.
 """
 
 from triton.experimental import gluon
@@ -19,12 +19,13 @@ from kernels.block_scan.plan import GRID_TOKENS
 from kernels.gated_delta_scan.hopper.kernel import store_rows, unit_lower_inverse
 from kernels.hopper.barriers import make_barriers, thread_barrier
 from kernels.hopper.registers import opaque_zero
+from kernels.softmax import LOG2_E
 
 _GRID = gl.constexpr(GRID_TOKENS)
 _LEVELS = gl.constexpr(GRID_TOKENS.bit_length() - 1)
-# Of a binary exponent; less than this is taken as this: 2 to it is 0 too, but 0 times it is no NaN, and fp16 holds it.
+# A log2 decay below this is taken as this: 2 to it is 0 as well, but 0 times it is no NaN, and fp16 holds it.
 _LEAST = gl.constexpr(-60000.0)
-_LOG2_E = gl.constexpr(1.4426950408889634)
+_LOG2_E = gl.constexpr(LOG2_E)
 
 
 @gluon.jit
@@ -37,10 +38,11 @@ def norm_rows(tile, halves, norm_eps, L: gl.constexpr):
 
 
 @gluon.jit
-def norm_inputs(qs, ks, own, norm_eps, PART: gl.constexpr, DK: gl.constexpr):
-    """Divides queries and keys by their lengths, in place as fp16; `own` gets each token's query times its own key.
+def norm_inputs(qs, ks, diagonal, norm_eps, PART: gl.constexpr, DK: gl.constexpr):
+    """Divides queries and keys [GRID, DK] by their lengths, in place. Returns the two tiles as fp16.
 
-    PART rows at a time, to take few registers. Returns the tiles as fp16.
+    `diagonal` gets the product of each token's query with its own key, in fp32. PART rows at a time, to take few
+    registers.
     """
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DK, DK // 8], [4, 1], [1, 0])
     q = qs._reinterpret(gl.float16, [_GRID, DK], qs.layout)
@@ -48,13 +50,16 @@ def norm_inputs(qs, ks, own, norm_eps, PART: gl.constexpr, DK: gl.constexpr):
     for part in gl.static_range(_GRID // PART):
         keys = norm_rows(ks.slice(part * PART, PART, 0), k.slice(part * PART, PART, 0), norm_eps, WIDE)
         queries = norm_rows(qs.slice(part * PART, PART, 0), q.slice(part * PART, PART, 0), norm_eps, WIDE)
-        own.slice(part * PART, PART, 0).store(gl.sum(queries * keys, 1))
+        diagonal.slice(part * PART, PART, 0).store(gl.sum(queries * keys, 1))
     return q, k
 
 
 @gluon.jit
 def load_exponents(highs, lows, g_ptr, remains_ptr, first, count, stride_g, PART: gl.constexpr, DK: gl.constexpr):
-    """`highs` and `lows` get the halves of binary exponents of decays. Stores what the block leaves of a state."""
+    """Loads log decays; `highs` and `lows` get the upper and lower half of log2 decays, fp16 [GRID, DK].
+
+    Stores what the block leaves of the state before it, fp32 [DK].
+    """
     WIDE: gl.constexpr = gl.BlockedLayout([1, 4], [128 // DK, DK // 4], [4, 1], [1, 0])
     d = gl.arange(0, DK, gl.SliceLayout(0, WIDE))
     total = gl.zeros([DK], gl.float32, gl.SliceLayout(0, WIDE))
@@ -72,14 +77,17 @@ def load_exponents(highs, lows, g_ptr, remains_ptr, first, count, stride_g, PART
 
 
 @gluon.jit
-def named(names):
-    """Returns a left factor that adds up the rows that are named."""
-    return gl.where(names, 1.0, 0.0).to(gl.float16)
+def ones_at(mask):
+    """Returns fp16 ones where the mask is set, else zeros: times a tile, they sum the tile's rows that it selects."""
+    return gl.where(mask, 1.0, 0.0).to(gl.float16)
 
 
 @gluon.jit
-def near_decays(highs, level, DK: gl.constexpr, DL: gl.constexpr):
-    """Starts the sums of binary exponents between each token and where the halves of its part meet."""
+def start_level_sums(highs, level, DK: gl.constexpr, DL: gl.constexpr):
+    """Starts the sums [GRID, DK] of log2 decays between each token and the middle of its part of the block.
+
+    At a level parts have two halves of 2^level tokens. The caller waits for the result.
+    """
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=DL, k_width=2)
     i = gl.arange(0, _GRID, gl.SliceLayout(1, LEFT))[:, None]
     j = gl.arange(0, _GRID, gl.SliceLayout(0, LEFT))[None, :]
@@ -89,21 +97,21 @@ def near_decays(highs, level, DK: gl.constexpr, DL: gl.constexpr):
     begin = gl.where(is_second, half << level, i + 1)
     end = gl.where(is_second, i + 1, (half + 1) << level)
     zeros = gl.zeros([_GRID, DK], gl.float32, DL)
-    return warpgroup_mma(named((j >= begin) & (j < end)), highs, zeros, use_acc=False, is_async=True)
+    return warpgroup_mma(ones_at((j >= begin) & (j < end)), highs, zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def exact_decays(highs, lows, BEFORE: gl.constexpr, DK: gl.constexpr, DL: gl.constexpr):
-    """Returns what is left of the state before the block at each token, or of each token behind the block."""
+    """Returns decays, fp32 [GRID, DK]: from the block's begin through each token, or else from behind it to the end."""
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=DL, k_width=2)
     i = gl.arange(0, _GRID, gl.SliceLayout(1, LEFT))[:, None]
     j = gl.arange(0, _GRID, gl.SliceLayout(0, LEFT))[None, :]
-    # ptxas 12.8 writes a left factor's registers that it knows to be 0 or 1 after the product that reads them.
+    # If ptxas 12.8 knows that a register of a left operand is 0 or 1, it may write it after the wgmma that reads it.
     i += opaque_zero()
-    names = named(j <= i if BEFORE else j > i)
+    ones = ones_at(j <= i if BEFORE else j > i)
     zeros = gl.zeros([_GRID, DK], gl.float32, DL)
-    sums = warpgroup_mma(names, highs, zeros, use_acc=False, is_async=True)
-    sums = warpgroup_mma(names, lows, sums, is_async=True)
+    sums = warpgroup_mma(ones, highs, zeros, use_acc=False, is_async=True)
+    sums = warpgroup_mma(ones, lows, sums, is_async=True)
     return gl.exp2(warpgroup_mma_wait(0, deps=[sums]))
 
 
@@ -129,7 +137,7 @@ def add_levels(products, scores, q, k, highs, tiles, DK: gl.constexpr, TL: gl.co
     j = gl.arange(0, _GRID, gl.SliceLayout(0, TL))[None, :]
     zeros = gl.zeros([_GRID, _GRID], gl.float32, TL)
     for level in range(_LEVELS):
-        sums = warpgroup_mma_wait(0, deps=[near_decays(highs, level, DK, DL)])
+        sums = warpgroup_mma_wait(0, deps=[start_level_sums(highs, level, DK, DL)])
         near = gl.convert_layout(gl.exp2(sums).to(gl.float16), LEFT)
         keys = k.load(LEFT) * near
         # No thread reads any more what lies there: of two levels ago, or of the stores before.
@@ -168,7 +176,7 @@ def solve_channels(
         count = gl.load(blocks_ptr + block * 2 + 1)
         qs = gl.allocate_shared_memory(DTYPE, [_GRID, DK], q_desc.layout)
         ks = gl.allocate_shared_memory(DTYPE, [_GRID, DK], k_desc.layout)
-        own = gl.allocate_shared_memory(gl.float32, [_GRID], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        diagonal = gl.allocate_shared_memory(gl.float32, [_GRID], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         highs = gl.allocate_shared_memory(gl.float16, [_GRID, DK], TILE)
         tiles = gl.allocate_shared_memory(gl.float16, [2, _GRID, DK], TILE)
         lows = tiles.index(1)
@@ -178,12 +186,12 @@ def solve_channels(
         tma.async_copy_global_to_shared(q_desc, [first, head // GROUP * DK], full.index(0), qs)
         mbarrier.wait(full.index(0), 0)
         clear_tail(ks, count, DK)
-        q, k = norm_inputs(qs, ks, own, norm_eps, 32, DK)
+        q, k = norm_inputs(qs, ks, diagonal, norm_eps, 32, DK)
         thread_barrier()
         i = gl.arange(0, _GRID, ROW)
         j = gl.arange(0, _GRID, COLUMN)
         products = gl.zeros([_GRID, _GRID], gl.float32, TL)
-        scores = gl.where(i[:, None] == j[None, :], own.load(ROW)[:, None], 0.0)
+        scores = gl.where(i[:, None] == j[None, :], diagonal.load(ROW)[:, None], 0.0)
         at = head * DK
         remains = remains_ptr + block.to(gl.int64) * HEADS * DK + at
         load_exponents(highs, lows, g_ptr + at, remains, first, count, stride_g, 32, DK)
