@@ -20,7 +20,7 @@ class GpuKind(NamedTuple):
 
     kind: Kind
     prompt_tokens: int
-    settings: dict[str, str]
+    settings: dict[str, object]
 
 
 def _published(name: str, page: int, prompt_tokens: int, **fields: Any) -> GpuKind:
@@ -67,6 +67,6 @@ GPU_KINDS = {
     ),
 }
 # Prompts that are captured make their keys and values in three chunks.
-GPU_KINDS["deepseek-v3-chunks"] = GPU_KINDS["deepseek-v3"]._replace(settings={"latent_chunk_tokens": "2048"})
+GPU_KINDS["deepseek-v3-chunks"] = GPU_KINDS["deepseek-v3"]._replace(settings={"latent_chunk_tokens": 2048})
 # Index keys as the published system stores them, and queries in fp8 with them.
 GPU_KINDS["deepseek-v32-fp8-keys"] = GPU_KINDS["deepseek-v32"]._replace(settings={"index_key_dtype": "fp8_e4m3"})
