@@ -6,9 +6,11 @@ Counts are sums of integers; no program of the second launch needs what another 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.addressing import search_levels
 from kernels.addressing.triton import sequence_of
+from kernels.backend import is_hopper
 from kernels.block_scan.plan import GRID_TOKENS, ScanPlan
 
 # Rows of one step, and blocks and snapshots of one program, which looks at 64 rows for each.
@@ -29,7 +31,10 @@ def row_span(row, ok, cu_q_ptr, cu_k_ptr):
 
 # What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
 @triton.jit(do_not_specialize=["num_rows"])
-def count_blocks(cu_q_ptr, cu_k_ptr, working_ptr, cu_blocks_ptr, num_rows, CHUNK: tl.constexpr):
+def count_blocks(cu_q_ptr, cu_k_ptr, working_ptr, cu_blocks_ptr, num_rows, CHUNK: tl.constexpr, OVERLAPS: tl.constexpr):
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
     total = 0
     for first in range(0, num_rows, CHUNK):
         row = first + tl.arange(0, CHUNK)
@@ -45,9 +50,12 @@ def count_blocks(cu_q_ptr, cu_k_ptr, working_ptr, cu_blocks_ptr, num_rows, CHUNK
 @triton.jit(do_not_specialize=["num_rows", "num_leaves"])
 def place_blocks(
     cu_q_ptr, cu_k_ptr, cu_blocks_ptr, blocks_ptr, leave_slot_ptr, row_ptr, tokens_ptr, slot_ptr, num_rows, num_leaves,
-    max_blocks, LEVELS: tl.constexpr, CHUNK: tl.constexpr,
+    max_blocks, LEVELS: tl.constexpr, CHUNK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """CHUNK blocks, and CHUNK snapshots: each finds the block that ends where it lies."""
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
     at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     is_block = (at < max_blocks) & (at < tl.load(cu_blocks_ptr + num_rows))
     row, before = sequence_of(at, cu_blocks_ptr, num_rows, LEVELS)
@@ -72,10 +80,12 @@ def place_blocks(
 def launch(cu_seqlens_k: torch.Tensor, plan: ScanPlan) -> None:
     """Fills the plan, whose leave_slot is zeros; checked, non-empty arguments."""
     slots, lengths = plan.slots, (plan.cu_seqlens_q, cu_seqlens_k)
+    overlaps = is_hopper(plan.blocks.device)
+    options = {"OVERLAPS": overlaps, "launch_pdl": overlaps, "num_warps": 4}
     with torch.cuda.device_of(plan.blocks):
-        count_blocks[(1,)](*lengths, slots.working, plan.cu_blocks, plan.num_rows, CHUNK=CHUNK, num_warps=4)
+        count_blocks[(1,)](*lengths, slots.working, plan.cu_blocks, plan.num_rows, CHUNK=CHUNK, **options)
         place_blocks[(triton.cdiv(max(plan.max_blocks, slots.num_leaves), PLACED),)](
             *lengths, plan.cu_blocks, plan.blocks, plan.leave_slot,
             slots.leave_row, slots.leave_tokens, slots.leave_slot, plan.num_rows, slots.num_leaves, plan.max_blocks,
-            LEVELS=search_levels(plan.num_rows), CHUNK=PLACED, num_warps=4,
+            LEVELS=search_levels(plan.num_rows), CHUNK=PLACED, **options,
         )  # fmt: skip

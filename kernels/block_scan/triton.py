@@ -7,9 +7,11 @@ the next one is taken. Tiles have one size for each shape of heads, so that a ro
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.addressing import search_levels
 from kernels.addressing.triton import sequence_of
+from kernels.backend import is_hopper
 from kernels.block_scan.call import BlockScan
 from kernels.block_scan.plan import GRID_TOKENS, ScanPlan
 from kernels.block_scan.steps import SOFTPLUS_LIMIT
@@ -90,8 +92,11 @@ def scan_blocks(
     HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HAS_INVERSES: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_GATE: tl.constexpr, HAS_FACTORS: tl.constexpr,
     HAS_CHANNELS: tl.constexpr, BY_VALUE: tl.constexpr, PRECISION: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
     row, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     column = tl.program_id(1) * BV
     source, working = slots_of_row(row, working_ptr, restore_ptr, fresh_ptr)
@@ -162,9 +167,12 @@ def scan_blocks(
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def clear_uncovered(
     out_ptr, cu_seqlens_ptr, working_ptr, num_rows, num_tokens,
-    WIDTH: tl.constexpr, LEVELS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, LEVELS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Zeros for tokens of padding rows and for those behind the last row."""
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     row, _ = sequence_of(token, cu_seqlens_ptr, num_rows, LEVELS)
     is_bare = (token >= tl.load(cu_seqlens_ptr + num_rows)) | (tl.load(working_ptr + row) <= 0)
@@ -225,10 +233,12 @@ def num_stages(keys: torch.Tensor, has_channels: bool) -> int:
 
 def clear_bare_tokens(plan: ScanPlan, out: torch.Tensor) -> None:
     """Zeros outputs [num_tokens, heads, dv] of padding rows and those behind the last row."""
+    overlaps = is_hopper(out.device)
     with torch.cuda.device_of(out):
         clear_uncovered[(triton.cdiv(out.shape[0], CLEARED),)](
             out, plan.cu_seqlens_q, plan.slots.working, plan.num_rows, out.shape[0],
-            WIDTH=out[0].numel(), LEVELS=search_levels(plan.num_rows), BLOCK_T=CLEARED, BLOCK=256, num_warps=4,
+            WIDTH=out[0].numel(), LEVELS=search_levels(plan.num_rows), BLOCK_T=CLEARED, BLOCK=256,
+            OVERLAPS=overlaps, num_warps=4, launch_pdl=overlaps,
         )  # fmt: skip
 
 
@@ -243,6 +253,7 @@ def launch_scan(scan: BlockScan, out: torch.Tensor) -> None:
         nothing if tensor is None else tensor for tensor in optional
     )
     q, k, v, *decayed = aligned_rows(*(rows for rows in (scan.q, scan.k, scan.v, scan.kept) if rows is not None))
+    overlaps = is_hopper(out.device)
     width = min(VALUES if scan.inverses is None else DELTA_VALUES, padded(dim_v))
     clear_bare_tokens(plan, out)
     with torch.cuda.device_of(out):
@@ -255,5 +266,6 @@ def launch_scan(scan: BlockScan, out: torch.Tensor) -> None:
             HAS_WEIGHTS=scan.weights is not None, HAS_FACTORS=scan.factors is not None,
             HAS_SKIP=scan.skip is not None, HAS_GATE=scan.gate is not None, HAS_CHANNELS=scan.kept is not None,
             BY_VALUE=scan.by_value, PRECISION=precision(v.dtype), BK=padded(dim_k), BV=width,
-            STAGES=num_stages(k, scan.kept is not None), num_warps=WIDE_WARPS if v.dtype is torch.float32 else WARPS,
+            STAGES=num_stages(k, scan.kept is not None), OVERLAPS=overlaps,
+            num_warps=WIDE_WARPS if v.dtype is torch.float32 else WARPS, launch_pdl=overlaps,
         )  # fmt: skip

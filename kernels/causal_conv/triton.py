@@ -8,9 +8,11 @@ other outputs, from tokens alone. Snapshots go before both.
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.addressing import search_levels
 from kernels.addressing.triton import sequence_of
+from kernels.backend import is_hopper
 from kernels.causal_conv.call import CausalConvCall
 from kernels.causal_conv.rows.triton import activated, convolve_one, convolve_row, leave_columns, load_bias, load_taps
 
@@ -126,9 +128,12 @@ def convolve(
     working_ptr, restore_ptr, fresh_ptr, rolling_ptr, num_rows, num_tokens, stride_x, stride_slot,
     C: tl.constexpr, D_CONV: tl.constexpr, PADDED: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
     LEVELS: tl.constexpr, ROW_C: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
-    MIXED_T: tl.constexpr, DECODES: tl.constexpr, PACKED: tl.constexpr,
+    MIXED_T: tl.constexpr, DECODES: tl.constexpr, PACKED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Programs of rows come first: what they do takes longest. DECODES: most rows are expected to have one token."""
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
     row_blocks: tl.constexpr = tl.cdiv(C, ROW_C)
     tile_blocks: tl.constexpr = tl.cdiv(C, BLOCK_C)
     program = tl.program_id(0)
@@ -173,14 +178,15 @@ def launch(call: CausalConvCall, out: torch.Tensor) -> None:
     row_channels, tile_channels = (
         min(size, triton.next_power_of_2(channels)) for size in (ROW_CHANNELS * warps, tile_channels)
     )
-    padded = triton.next_power_of_2(call.d_conv - 1)
+    padded, overlaps = triton.next_power_of_2(call.d_conv - 1), is_hopper(x.device)
     strides = (x.stride(0), states.stride(0))
     begins = (call.cu_seqlens_q, slots.working, slots.restore, slots.fresh)
     with torch.cuda.device_of(x):
         if slots.num_leaves:
             leave_columns[(slots.num_leaves, triton.cdiv(channels, row_channels))](
                 x, states, *begins, slots.leave_row, slots.leave_tokens, slots.leave_slot, *strides,
-                C=channels, CARRIED=call.d_conv - 1, PADDED=padded, BLOCK_C=row_channels, num_warps=warps,
+                C=channels, CARRIED=call.d_conv - 1, PADDED=padded, BLOCK_C=row_channels, OVERLAPS=overlaps,
+                num_warps=warps, launch_pdl=overlaps,
             )  # fmt: skip
         tiles = triton.cdiv(num_tokens, TILE_TOKENS) * triton.cdiv(channels, tile_channels)
         convolve[(num_rows * triton.cdiv(channels, row_channels) + tiles,)](
@@ -188,5 +194,6 @@ def launch(call: CausalConvCall, out: torch.Tensor) -> None:
             num_rows, num_tokens, *strides,
             C=channels, D_CONV=call.d_conv, PADDED=padded, HAS_BIAS=call.bias is not None, SILU=call.has_silu,
             LEVELS=search_levels(num_rows), ROW_C=row_channels, BLOCK_T=TILE_TOKENS, BLOCK_C=tile_channels,
-            MIXED_T=MIXED_TOKENS, DECODES=decodes, PACKED=is_packed(call.weight), num_warps=warps,
+            MIXED_T=MIXED_TOKENS, DECODES=decodes, PACKED=is_packed(call.weight), OVERLAPS=overlaps,
+            num_warps=warps, launch_pdl=overlaps,
         )  # fmt: skip

@@ -3,7 +3,9 @@
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.backend import is_hopper
 from kernels.gates.reference import SOFTPLUS_LIMIT
 
 # Columns of a program: 2 KiB of 16-bit values, written as one run.
@@ -20,8 +22,12 @@ def _sigmoid(x):
 
 @triton.jit
 def multiply_by_sigmoid(
-    x_ptr, gate_ptr, out_ptr, stride_x, stride_gate, D: tl.constexpr, COLUMNS: tl.constexpr, ONE: tl.constexpr
-):
+    x_ptr, gate_ptr, out_ptr, stride_x, stride_gate, D: tl.constexpr, COLUMNS: tl.constexpr, ONE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
     runs: tl.constexpr = tl.cdiv(D, COLUMNS)
     row = (tl.program_id(0) // runs).to(tl.int64)
     d = tl.program_id(0) % runs * COLUMNS + tl.arange(0, COLUMNS)
@@ -37,14 +43,17 @@ def multiply_by_sigmoid(
 @triton.jit
 def norm_and_gate(
     x_ptr, weight_ptr, gate_ptr, out_ptr, eps, stride_gate, HEADS: tl.constexpr, D: tl.constexpr, SILU: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_D: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     row, head = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
     d = tl.arange(0, BLOCK_D)
     ok = d < D
+    weight = tl.load(weight_ptr + d, mask=ok, other=0.0).to(tl.float32)
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
     place = (row * HEADS + head) * D + d
     x = tl.load(x_ptr + place, mask=ok, other=0.0)
-    weight = tl.load(weight_ptr + d, mask=ok, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + row * stride_gate + head * D + d, mask=ok, other=0.0).to(tl.float32)
     wide = x.to(tl.float32)
     normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / D + eps) * weight
@@ -73,13 +82,19 @@ def gate_delta(
     stride_beta,
     HEADS: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, BLOCK_H)
     ok = head < HEADS
+    bias = tl.load(bias_ptr + head, mask=ok, other=0.0)
+    a = tl.load(a_ptr + head, mask=ok, other=0.0)
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
     raw = tl.load(decay_ptr + row * stride_decay + head, mask=ok, other=0.0).to(tl.float32)
-    raw += tl.load(bias_ptr + head, mask=ok, other=0.0)
-    g = softplus(raw) * tl.load(a_ptr + head, mask=ok, other=0.0)
+    raw += bias
+    g = softplus(raw) * a
     beta = tl.load(beta_ptr + row * stride_beta + head, mask=ok, other=0.0).to(tl.float32)
     tl.store(g_ptr + row * HEADS + head, g, mask=ok)
     tl.store(betas_ptr + row * HEADS + head, _sigmoid(beta), mask=ok)
@@ -88,16 +103,21 @@ def gate_delta(
 @triton.jit
 def gate_channels(
     decay_ptr, beta_ptr, bias_ptr, a_ptr, g_ptr, betas_ptr, stride_decay, stride_beta,
-    HEADS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_H: tl.constexpr,
+    HEADS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_H: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Some of a row's channels; the first program of a row takes its betas too."""
     runs: tl.constexpr = tl.cdiv(HEADS * KEYS, COLUMNS)
     row, run = (tl.program_id(0) // runs).to(tl.int64), tl.program_id(0) % runs
     d = run * COLUMNS + tl.arange(0, COLUMNS)
     ok = d < HEADS * KEYS
+    bias = tl.load(bias_ptr + d, mask=ok, other=0.0)
+    a = tl.load(a_ptr + d // KEYS, mask=ok, other=0.0)
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
     raw = tl.load(decay_ptr + row * stride_decay + d, mask=ok, other=0.0).to(tl.float32)
-    raw += tl.load(bias_ptr + d, mask=ok, other=0.0)
-    tl.store(g_ptr + row * (HEADS * KEYS) + d, softplus(raw) * tl.load(a_ptr + d // KEYS, mask=ok, other=0.0), mask=ok)
+    raw += bias
+    tl.store(g_ptr + row * (HEADS * KEYS) + d, softplus(raw) * a, mask=ok)
     if run == 0:
         head = tl.arange(0, BLOCK_H)
         beta = tl.load(beta_ptr + row * stride_beta + head, mask=head < HEADS, other=0.0).to(tl.float32)
@@ -107,11 +127,12 @@ def gate_channels(
 def launch_sigmoid(x: torch.Tensor, gate: torch.Tensor, out: torch.Tensor) -> None:
     """Fills out; checked, non-empty arguments."""
     rows, dim = x.shape
-    columns = min(COLUMNS, triton.next_power_of_2(dim))
+    columns, overlaps = min(COLUMNS, triton.next_power_of_2(dim)), is_hopper(x.device)
     with torch.cuda.device_of(x):
         multiply_by_sigmoid[(rows * triton.cdiv(dim, columns),)](
-            x, gate, out, x.stride(0), gate.stride(0), D=dim, COLUMNS=columns, ONE=gate.shape[1] == 1, num_warps=4
-        )
+            x, gate, out, x.stride(0), gate.stride(0),
+            D=dim, COLUMNS=columns, ONE=gate.shape[1] == 1, OVERLAPS=overlaps, num_warps=4, launch_pdl=overlaps,
+        )  # fmt: skip
 
 
 def launch_norm(
@@ -119,7 +140,7 @@ def launch_norm(
 ) -> None:
     """Fills out; checked, non-empty arguments."""
     rows, heads, dim = x.shape
-    block = triton.next_power_of_2(dim)
+    block, overlaps = triton.next_power_of_2(dim), is_hopper(x.device)
     with torch.cuda.device_of(x):
         norm_and_gate[(rows * heads,)](
             x,
@@ -132,7 +153,9 @@ def launch_norm(
             D=dim,
             SILU=silu,
             BLOCK_D=block,
+            OVERLAPS=overlaps,
             num_warps=max(1, block // WARP_ELEMENTS),
+            launch_pdl=overlaps,
         )
 
 
@@ -141,12 +164,14 @@ def launch_delta(
 ) -> None:
     """Fills g and betas; checked, non-empty arguments."""
     (rows, columns), heads = decay.shape, beta.shape[1]
+    overlaps = is_hopper(decay.device)
     with torch.cuda.device_of(decay):
         if columns > heads:
             run = min(COLUMNS, triton.next_power_of_2(columns))
             gate_channels[(rows * triton.cdiv(columns, run),)](
                 decay, beta, bias, a, g, betas, decay.stride(0), beta.stride(0),
-                HEADS=heads, KEYS=columns // heads, COLUMNS=run, BLOCK_H=triton.next_power_of_2(heads), num_warps=4,
+                HEADS=heads, KEYS=columns // heads, COLUMNS=run, BLOCK_H=triton.next_power_of_2(heads),
+                OVERLAPS=overlaps, num_warps=4, launch_pdl=overlaps,
             )  # fmt: skip
             return
         gate_delta[(rows,)](
@@ -160,5 +185,7 @@ def launch_delta(
             beta.stride(0),
             HEADS=heads,
             BLOCK_H=triton.next_power_of_2(heads),
+            OVERLAPS=overlaps,
             num_warps=1,
+            launch_pdl=overlaps,
         )

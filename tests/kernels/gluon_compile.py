@@ -38,6 +38,18 @@ class Assembled(NamedTuple):
         return "serialized" in self.remarks
 
 
+def check_waits(built: Assembled, constants: int = 0, *, partitions: bool = False) -> None:
+    """Every program waits for the launches before it; until then it makes `constants` loads, and writes nothing.
+
+    With partitions the first one waits, and then starts the others, which have branched off at the kernel's begin.
+    """
+    before, waits, _ = built.ptx.partition("griddepcontrol.wait")
+    assert waits and "griddepcontrol.launch_dependents" in before
+    assert not re.search(r"st\.global|atom|cp\.async|barrier\.sync|\bret\b", before)
+    assert before.count("ld.global") == constants
+    assert len(re.findall(r"\bbra\b", before)) == (2 if partitions else 0)
+
+
 def descriptor(dtype: str, box: list[int], element_bits: int = 16) -> str:
     """The type of a host-made tensor descriptor with swizzled boxes, of 128 bytes where a row has as many."""
     from triton.experimental.gluon.language import NVMMASharedLayout

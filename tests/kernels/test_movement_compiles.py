@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.kernels.conftest import INTERPRETING
-from tests.kernels.gluon_compile import Assembled
+from tests.kernels.gluon_compile import Assembled, check_waits
 from tests.kernels.test_compiles import compile_for_hopper, own_cache, pointer
 
 pytest.importorskip("triton")
@@ -122,15 +122,21 @@ def test_gates() -> None:
         return "*fp32" if name in ("bias_ptr", "a_ptr", "g_ptr", "betas_ptr") else kind(name)
 
     for one in (False, True):
-        constants = {"D": 4096, "COLUMNS": 1024, "ONE": one}
-        check_moves(compile_for_hopper(multiply_by_sigmoid, constants, 4, kind))
-    built = compile_for_hopper(norm_and_gate, {"HEADS": 32, "D": 128, "SILU": True, "BLOCK_D": 128}, 1, kind)
+        constants = {"D": 4096, "COLUMNS": 1024, "ONE": one, "OVERLAPS": True}
+        built = compile_for_hopper(multiply_by_sigmoid, constants, 4, kind)
+        check_moves(built)
+        check_waits(built, 0)
+    head = {"HEADS": 32, "D": 128, "SILU": True, "BLOCK_D": 128, "OVERLAPS": True}
+    built = compile_for_hopper(norm_and_gate, head, 1, kind)
+    check_waits(built, 1)
     # A head has 4 elements for each lane of its warp.
     assert not built.spills and built.shared_bytes == 0 and "st.global.v2.b32" in built.ptx
-    built = compile_for_hopper(gate_delta, {"HEADS": 32, "BLOCK_H": 32}, 1, gate_kind)
+    built = compile_for_hopper(gate_delta, {"HEADS": 32, "BLOCK_H": 32, "OVERLAPS": True}, 1, gate_kind)
+    check_waits(built, 2)
     assert not built.spills and built.shared_bytes == 0
-    channels = {"HEADS": 32, "KEYS": 128, "COLUMNS": COLUMNS, "BLOCK_H": 32}
+    channels = {"HEADS": 32, "KEYS": 128, "COLUMNS": COLUMNS, "BLOCK_H": 32, "OVERLAPS": True}
     built = compile_for_hopper(gate_channels, channels, 4, gate_kind)
+    check_waits(built, 10)
     assert not built.spills and "st.global.v4" in built.ptx
 
 

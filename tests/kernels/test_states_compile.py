@@ -9,7 +9,7 @@ import pytest
 
 from tests.examples import thorough
 from tests.kernels.conftest import INTERPRETING
-from tests.kernels.gluon_compile import compile_gluon, descriptor
+from tests.kernels.gluon_compile import check_waits, compile_gluon, descriptor
 from tests.kernels.test_compiles import compile_for_hopper, own_cache
 from tests.kernels.test_experts_compile import kinds
 
@@ -34,22 +34,25 @@ def test_convolutions(values: str, channels: int, d_conv: int) -> None:
     constants = {
         **shared, "D_CONV": d_conv, "HAS_BIAS": True, "SILU": True, "LEVELS": 2, "BLOCK_T": conv.TILE_TOKENS,
         "MIXED_T": conv.MIXED_TOKENS, "PACKED": values == "bf16" and d_conv == 4,
+        "OVERLAPS": True,
     }  # fmt: skip
     for tile in (conv.DECODE_TILE, conv.FEW_TILE, conv.MANY_TILE):
         block, warps = tile
         options = {"ROW_C": conv.ROW_CHANNELS * warps, "BLOCK_C": block, "DECODES": tile == conv.DECODE_TILE}
         built = compile_for_hopper(conv.convolve, {**constants, **options}, warps, kinds(values, **SLOTS))
+        check_waits(built)
         assert not built.spills and "ld.global.v4" in built.ptx and "st.global.v4" in built.ptx
         assert ("ld.global.v2.b64" in built.ptx) is constants["PACKED"], "two channels' weights at a time"
-        left = {**shared, "CARRIED": d_conv - 1, "BLOCK_C": conv.ROW_CHANNELS * warps}
+        left = {**shared, "CARRIED": d_conv - 1, "BLOCK_C": conv.ROW_CHANNELS * warps, "OVERLAPS": True}
         built = compile_for_hopper(leave_columns, left, warps, kinds(values, **SLOTS))
+        check_waits(built)
         assert not built.spills and "ld.global.v4" in built.ptx and "st.global.v4" in built.ptx
 
 
 def test_copies() -> None:
     from kernels.copy_states.triton import NUM_WARPS, WORDS, copy_words
 
-    built = compile_for_hopper(copy_words, {"WORDS": WORDS}, NUM_WARPS, kinds("i64", **SLOTS))
+    built = compile_for_hopper(copy_words, {"WORDS": WORDS, "OVERLAPS": True}, NUM_WARPS, kinds("i64", **SLOTS))
     assert not built.spills and "ld.global.v2.b64" in built.ptx and "st.global.v2.b64" in built.ptx
 
 
@@ -76,13 +79,14 @@ def test_scans(values: str) -> None:
     """Products of 16 bits are wgmmas that nobody waits for one by one."""
     from kernels.block_scan.triton import DELTA_VALUES, STAGES, VALUES, WARPS, scan_blocks
 
-    options = {"PRECISION": "tf32", "HAS_WEIGHTS": True, "HAS_CHANNELS": False, "STAGES": STAGES}
+    options = {"PRECISION": "tf32", "HAS_WEIGHTS": True, "HAS_CHANNELS": False, "STAGES": STAGES, "OVERLAPS": True}
     delta = {"HAS_INVERSES": True, "HAS_FACTORS": True, "HAS_SKIP": False, "HAS_GATE": False, "BY_VALUE": False}
     built = compile_for_hopper(
         scan_blocks, {**QWEN, **options, **delta, "DV": 128, "BV": DELTA_VALUES}, WARPS, scan_kinds(values)
     )
     assert not built.spills and "wgmma" in built.ptx and "cp.async" in built.ptx
     assert built.shared_bytes <= SHARED_BYTES // 2, "two programs share a processor"
+    check_waits(built)
     mamba2 = {"HAS_INVERSES": False, "HAS_FACTORS": False, "HAS_SKIP": True, "HAS_GATE": False, "BY_VALUE": True}
     built = compile_for_hopper(scan_blocks, {**MAMBA2, **options, **mamba2, "BV": VALUES}, WARPS, scan_kinds(values))
     assert not built.spills and "wgmma" in built.ptx and "cp.async" in built.ptx
@@ -95,7 +99,7 @@ def test_stacks_of_fp32() -> None:
     from kernels.gated_delta_scan.triton import WIDE_WARPS as SOLVE_WARPS
     from kernels.gated_delta_scan.triton import solve_blocks
 
-    heads: dict[str, object] = {"HEADS": 2, "GROUP": 1, "DK": 72, "BK": 128, "PRECISION": "ieee"}
+    heads: dict[str, object] = {"HEADS": 2, "GROUP": 1, "DK": 72, "BK": 128, "PRECISION": "ieee", "OVERLAPS": True}
     built = compile_for_hopper(solve_blocks, {**heads, "NORM": True, "HALVES": False}, SOLVE_WARPS, scan_kinds("fp32"))
     assert built.stack_bytes <= 2304
     options = {
@@ -110,8 +114,9 @@ def test_stacks_of_fp32() -> None:
 def test_blocks_of_the_delta_rule(values: str) -> None:
     from kernels.gated_delta_scan.triton import WARPS, solve_blocks
 
-    constants = {**QWEN, "NORM": True, "HALVES": True, "PRECISION": "tf32"}
+    constants = {**QWEN, "NORM": True, "HALVES": True, "PRECISION": "tf32", "OVERLAPS": True}
     built = compile_for_hopper(solve_blocks, constants, WARPS, scan_kinds(values))
+    check_waits(built)
     assert not built.spills and "wgmma" in built.ptx
 
 
@@ -126,6 +131,7 @@ def test_scans_by_channel(values: str) -> None:
     options = {
         "PRECISION": "tf32", "HAS_WEIGHTS": False, "HAS_CHANNELS": True, "STAGES": CHANNEL_STAGES, "HAS_INVERSES": True,
         "HAS_FACTORS": False, "HAS_SKIP": False, "HAS_GATE": False, "BY_VALUE": False, "DV": 128, "BV": DELTA_VALUES,
+        "OVERLAPS": True,
     }  # fmt: skip
     built = compile_for_hopper(scan_blocks, {**KIMI, **options}, WARPS, scan_kinds(values))
     assert not built.spills and "wgmma" in built.ptx and "cp.async" in built.ptx
@@ -148,7 +154,7 @@ def test_scans_of_any_size(kind: str, keys: int, values: int) -> None:
     options = {
         "PRECISION": "tf32", "HAS_WEIGHTS": not has_channels, "HAS_CHANNELS": has_channels, "HAS_INVERSES": is_delta,
         "HAS_FACTORS": kind == "delta", "HAS_SKIP": not is_delta, "HAS_GATE": not is_delta, "STAGES": stages,
-        "BV": DELTA_VALUES if is_delta else VALUES,
+        "BV": DELTA_VALUES if is_delta else VALUES, "OVERLAPS": True,
     }  # fmt: skip
     built = compile_for_hopper(scan_blocks, {**heads, **options}, WARPS, scan_kinds("bf16"))
     assert built.shared_bytes <= SHARED_BYTES
@@ -162,6 +168,7 @@ def block_options(values: str, *, has_norm: bool, padded: int) -> tuple[dict[str
     warps, channels = (WARPS, CHANNELS) if halves else (WIDE_WARPS, WIDE_CHANNELS)
     precision = "tf32x3" if values == "fp32" else "tf32"
     options = {"NORM": has_norm, "HALVES": halves, "PRECISION": precision, "CHANNELS": min(channels, padded)}
+    options["OVERLAPS"] = True
     return options, warps
 
 
@@ -175,6 +182,7 @@ def test_blocks_by_channel(values: str, has_norm: bool, stack_bytes: int) -> Non
 
     options, warps = block_options(values, has_norm=has_norm, padded=128)
     built = compile_for_hopper(solve_channels, {**KIMI, **options}, warps, scan_kinds(values))
+    check_waits(built)
     assert built.stack_bytes <= stack_bytes
     assert built.shared_bytes <= SHARED_BYTES // 3
     assert "wgmma" in built.ptx
@@ -194,8 +202,10 @@ def test_blocks_by_channel_of_gates_that_are_no_runs_of_16_bytes() -> None:
 def test_plans_of_scans() -> None:
     from kernels.block_scan.plan_triton import CHUNK, PLACED, count_blocks, place_blocks
 
-    assert not compile_for_hopper(count_blocks, {"CHUNK": CHUNK}, 4, kinds("i32")).spills
-    assert not compile_for_hopper(place_blocks, {"CHUNK": PLACED, "LEVELS": 2}, 4, kinds("i32")).spills
+    for function, constants in ((count_blocks, {"CHUNK": CHUNK}), (place_blocks, {"CHUNK": PLACED, "LEVELS": 2})):
+        built = compile_for_hopper(function, {**constants, "OVERLAPS": True}, 4, kinds("i32"))
+        assert not built.spills
+        check_waits(built)
 
 
 @pytest.mark.parametrize("values", ["bf16", thorough("fp32")])
@@ -206,12 +216,14 @@ def test_updates(values: str) -> None:
     kinds_of = {**SCAN_KINDS, "raw": "*fp32", "bias": "*fp32", "a_": "*fp32"}
     pointer = kinds(values, **{name: kind for name, kind in kinds_of.items() if name != "g_"}, g_ptr="*fp32")
     for channels in (False, True):
-        options = {"DV": 128, "NORM": True, "HAS_CHANNELS": channels, "BV": VALUES}
+        options = {"DV": 128, "NORM": True, "HAS_CHANNELS": channels, "BV": VALUES, "OVERLAPS": True}
         built = compile_for_hopper(update_delta, {**QWEN, **options}, WARPS, pointer)
+        check_waits(built)
         assert not built.spills and "ld.global.v4" in built.ptx and "st.global.v4" in built.ptx
     for has_both in (False, True):
-        options = {"HAS_BIAS": True, "HAS_SKIP": has_both, "HAS_GATE": has_both, "BV": VALUES}
+        options = {"HAS_BIAS": True, "HAS_SKIP": has_both, "HAS_GATE": has_both, "BV": VALUES, "OVERLAPS": True}
         built = compile_for_hopper(update_ssd, {**MAMBA2, **options}, WARPS, pointer)
+        check_waits(built, 2 + has_both)
         assert not built.spills and "ld.global.v4" in built.ptx and "st.global.v4" in built.ptx
 
 
@@ -219,16 +231,21 @@ def test_blocks_of_mamba2() -> None:
     from kernels.mamba2_scan.triton import HEADS, SHARED_HEADS, score_blocks, sum_steps
 
     raw = kinds("fp32", raw="*bf16", **dict.fromkeys(("cu_", "blocks"), "*i32"))
-    assert not compile_for_hopper(sum_steps, {"H": 128, "HAS_BIAS": True, "BLOCK_H": HEADS}, 4, raw).spills
+    steps = {"H": 128, "HAS_BIAS": True, "BLOCK_H": HEADS, "OVERLAPS": True}
+    built = compile_for_hopper(sum_steps, steps, 4, raw)
+    assert not built.spills
+    check_waits(built)
     constants = {"H": 128, "GROUP": 128, "DK": 128, "PRECISION": "tf32", "BK": 128, "SHARE": SHARED_HEADS}
+    constants["OVERLAPS"] = True
     built = compile_for_hopper(score_blocks, constants, 4, scan_kinds("bf16"))
+    check_waits(built)
     assert not built.spills and "wgmma" in built.ptx
 
 
 def test_what_no_row_covers() -> None:
     from kernels.block_scan.triton import CLEARED, clear_uncovered
 
-    constants = {"WIDTH": 4096, "LEVELS": 2, "BLOCK_T": CLEARED, "BLOCK": 256}
+    constants = {"WIDTH": 4096, "LEVELS": 2, "BLOCK_T": CLEARED, "BLOCK": 256, "OVERLAPS": True}
     built = compile_for_hopper(clear_uncovered, constants, 4, kinds("bf16", **SLOTS))
     assert not built.spills and "st.global.v4" in built.ptx
 
@@ -262,6 +279,7 @@ def test_gluon_scans(name: str, values: str) -> None:
     constants["STAGES"] = num_stages(bool(constants["HAS_CHANNELS"]))
     del constants["BK"]
     built = compile_gluon(scan_blocks, constants, gluon_kinds(scan_blocks, values), aligned=("stride_slot",))
+    check_waits(built, partitions=True)
     assert "wgmma.mma_async" in built.ptx and "cp.async.bulk.tensor" in built.ptx
     assert built.stack_bytes == 0 and not built.serialised, built.remarks
     assert built.shared_bytes <= SHARED_BYTES
@@ -275,6 +293,7 @@ def test_gluon_blocks_of_the_delta_rule(values: str) -> None:
 
     constants = {name: QWEN[name] for name in ("HEADS", "GROUP", "DK")}
     built = compile_gluon(solve_blocks, constants, gluon_kinds(solve_blocks, values), aligned=(), maxnreg=REGISTERS)
+    check_waits(built)
     assert "wgmma.mma_async" in built.ptx and not built.serialised, built.remarks
     assert built.stack_bytes <= 32 and built.shared_bytes <= SHARED_BYTES // 4
 
@@ -286,6 +305,7 @@ def test_gluon_blocks_by_channel(values: str) -> None:
 
     heads = {name: value for name, value in KIMI.items() if name != "BK"}
     built = compile_gluon(solve_channels, heads, gluon_kinds(solve_channels, values), aligned=("stride_",))
+    check_waits(built)
     assert "wgmma.mma_async" in built.ptx and "cp.async.bulk.tensor" in built.ptx
     assert built.stack_bytes == 0 and not built.serialised, built.remarks
     assert built.shared_bytes <= SHARED_BYTES // 2

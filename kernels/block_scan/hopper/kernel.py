@@ -17,6 +17,7 @@ from kernels.block_scan.hopper.feed import NUM_VECTORS, load_blocks, make_vector
 from kernels.block_scan.hopper.outputs import make_outputs
 from kernels.block_scan.plan import GRID_TOKENS
 from kernels.hopper.barriers import make_barriers
+from kernels.hopper.launches import allow_next_launch, wait_for_last_launch
 
 _GRID = gl.constexpr(GRID_TOKENS)
 
@@ -56,6 +57,8 @@ def scan_blocks(
     states_empty = make_barriers(2, 1)
     errors_full = make_barriers(2, 1)
     errors_empty = make_barriers(2, 1)
+    allow_next_launch()
+    wait_for_last_launch()
     # One expression: what passes through a variable loses its compile-time constants.
     gl.warp_specialize(
         [

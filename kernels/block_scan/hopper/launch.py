@@ -43,5 +43,5 @@ def launch_scan(scan: BlockScan, out: torch.Tensor) -> None:
             HAS_INVERSES=scan.inverses is not None, HAS_WEIGHTS=scan.weights is not None,
             HAS_SKIP=scan.skip is not None, HAS_GATE=scan.gate is not None, HAS_FACTORS=scan.factors is not None,
             HAS_CHANNELS=scan.kept is not None, BY_VALUE=scan.by_value, STAGES=num_stages(scan.kept is not None),
-            num_warps=4,
+            num_warps=4, launch_pdl=True,
         )  # fmt: skip

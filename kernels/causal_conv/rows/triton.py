@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.state_slots.triton import slots_of_row
 
@@ -74,9 +75,12 @@ def activated(total, SILU: tl.constexpr):
 def leave_columns(
     x_ptr, states_ptr, cu_seqlens_ptr, working_ptr, restore_ptr, fresh_ptr,
     leave_row_ptr, leave_tokens_ptr, leave_slot_ptr, stride_x, stride_slot,
-    C: tl.constexpr, CARRIED: tl.constexpr, PADDED: tl.constexpr, BLOCK_C: tl.constexpr,
+    C: tl.constexpr, CARRIED: tl.constexpr, PADDED: tl.constexpr, BLOCK_C: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One snapshot's columns of BLOCK_C channels."""
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
     entry = tl.program_id(0)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     ok = c < C

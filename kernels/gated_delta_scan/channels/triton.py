@@ -21,7 +21,9 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.backend import is_hopper
 from kernels.block_scan import GatedDeltaLayer, ScanPlan
 from kernels.block_scan.call import BlockScan
 from kernels.block_scan.plan import GRID_TOKENS
@@ -98,8 +100,11 @@ def solve_channels(
     q_ptr, k_ptr, g_ptr, beta_ptr, inverses_ptr, scores_ptr, reading_ptr, keys_ptr, kept_ptr, remains_ptr,
     cu_blocks_ptr, blocks_ptr, num_rows, norm_eps, stride_q, stride_k, stride_g, stride_beta,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, NORM: tl.constexpr, HALVES: tl.constexpr,
-    PRECISION: tl.constexpr, BK: tl.constexpr, CHANNELS: tl.constexpr,
+    PRECISION: tl.constexpr, BK: tl.constexpr, CHANNELS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
     block, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     if block < tl.load(cu_blocks_ptr + num_rows):
         first = tl.load(blocks_ptr + block * 2)
@@ -186,6 +191,7 @@ def solve(layer: GatedDeltaLayer, plan: ScanPlan) -> BlockScan:
     # Keys of length 1 are halves without loss of range.
     halves = has_norm and not is_wide
     warps, channels = (WARPS, CHANNELS) if halves else (WIDE_WARPS, WIDE_CHANNELS)
+    overlaps = is_hopper(v.device)
     strides = (tensor.stride(0) for tensor in (q, k, layer.g, layer.beta))
     with torch.cuda.device_of(v):
         solve_channels[(plan.max_blocks * heads,)](
@@ -194,6 +200,6 @@ def solve(layer: GatedDeltaLayer, plan: ScanPlan) -> BlockScan:
             HEADS=heads, GROUP=heads // k_heads, DK=dim_k, NORM=has_norm, HALVES=halves,
             # With three products of tf32 fp32 outputs are within 1.4e-7 of the largest one (an H200, keys of 32).
             PRECISION="tf32x3" if is_wide else "tf32", BK=padded(dim_k), CHANNELS=min(channels, padded(dim_k)),
-            num_warps=warps,
+            OVERLAPS=overlaps, num_warps=warps, launch_pdl=overlaps,
         )  # fmt: skip
     return decayed.scan(layer, plan)

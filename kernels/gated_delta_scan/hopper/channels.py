@@ -18,6 +18,7 @@ from kernels.block_scan.hopper.rows import clear_tail
 from kernels.block_scan.plan import GRID_TOKENS
 from kernels.gated_delta_scan.hopper.kernel import store_rows, unit_lower_inverse
 from kernels.hopper.barriers import make_barriers, thread_barrier
+from kernels.hopper.launches import allow_next_launch, wait_for_last_launch
 from kernels.hopper.registers import opaque_zero
 from kernels.softmax import LOG2_E
 
@@ -171,16 +172,19 @@ def solve_channels(
     DTYPE: gl.constexpr = q_desc.dtype
     block = gl.program_id(0) // HEADS
     head = gl.program_id(0) % HEADS
+    full = make_barriers(1, 1)
+    allow_next_launch()
+    wait_for_last_launch()
+    # At once: behind the last block lies any number.
+    first = gl.load(blocks_ptr + block * 2)
+    count = gl.load(blocks_ptr + block * 2 + 1)
     if block < gl.load(cu_blocks_ptr + num_rows):
-        first = gl.load(blocks_ptr + block * 2)
-        count = gl.load(blocks_ptr + block * 2 + 1)
         qs = gl.allocate_shared_memory(DTYPE, [_GRID, DK], q_desc.layout)
         ks = gl.allocate_shared_memory(DTYPE, [_GRID, DK], k_desc.layout)
         diagonal = gl.allocate_shared_memory(gl.float32, [_GRID], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         highs = gl.allocate_shared_memory(gl.float16, [_GRID, DK], TILE)
         tiles = gl.allocate_shared_memory(gl.float16, [2, _GRID, DK], TILE)
         lows = tiles.index(1)
-        full = make_barriers(1, 1)
         mbarrier.expect(full.index(0), 2 * 2 * _GRID * DK)
         tma.async_copy_global_to_shared(k_desc, [first, head // GROUP * DK], full.index(0), ks)
         tma.async_copy_global_to_shared(q_desc, [first, head // GROUP * DK], full.index(0), qs)

@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from kernels.block_scan.hopper.rows import clear_tail
 from kernels.block_scan.plan import GRID_TOKENS
 from kernels.hopper.barriers import make_barriers, thread_barrier
+from kernels.hopper.launches import allow_next_launch, wait_for_last_launch
 
 _GRID = gl.constexpr(GRID_TOKENS)
 
@@ -90,16 +91,19 @@ def solve_blocks(
     COLUMN: gl.constexpr = gl.SliceLayout(0, TL)
     block = gl.program_id(0) // HEADS
     head = gl.program_id(0) % HEADS
+    full = make_barriers(1, 1)
+    allow_next_launch()
+    wait_for_last_launch()
+    # At once: behind the last block lies any number.
+    first = gl.load(blocks_ptr + block * 2)
+    count = gl.load(blocks_ptr + block * 2 + 1)
     if block < gl.load(cu_blocks_ptr + num_rows):
-        first = gl.load(blocks_ptr + block * 2)
-        count = gl.load(blocks_ptr + block * 2 + 1)
         qs = gl.allocate_shared_memory(DTYPE, [_GRID, DK], q_desc.layout)
         ks = gl.allocate_shared_memory(DTYPE, [_GRID, DK], k_desc.layout)
         rows = gl.allocate_shared_memory(gl.float16, [_GRID, _GRID], TILE)
         # Queries are gone when inverses come.
         gl.static_assert(DK == 128)
         inverses = qs._reinterpret(gl.float16, [2, _GRID, _GRID], TILE)
-        full = make_barriers(1, 1)
         mbarrier.expect(full.index(0), 2 * 2 * _GRID * DK)
         tma.async_copy_global_to_shared(k_desc, [first, head // GROUP * DK], full.index(0), ks)
         tma.async_copy_global_to_shared(q_desc, [first, head // GROUP * DK], full.index(0), qs)

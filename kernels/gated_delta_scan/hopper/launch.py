@@ -33,7 +33,7 @@ def _solve_channels(layer: GatedDeltaLayer, plan: ScanPlan) -> BlockScan:
             boxes_of(layer.q, dim_k), boxes_of(layer.k, dim_k), layer.g, layer.beta, decayed.inverses, decayed.scores,
             decayed.reading, decayed.keys, decayed.kept, decayed.remains, plan.cu_blocks, plan.blocks, plan.num_rows,
             layer.norm_eps, layer.g.stride(0), layer.beta.stride(0),
-            HEADS=heads, GROUP=heads // k_heads, DK=dim_k, num_warps=4,
+            HEADS=heads, GROUP=heads // k_heads, DK=dim_k, num_warps=4, launch_pdl=True,
         )  # fmt: skip
     return decayed.scan(layer, plan)
 
@@ -48,6 +48,6 @@ def _solve_heads(layer: GatedDeltaLayer, plan: ScanPlan) -> BlockScan:
             solved.sums, solved.lengths, plan.cu_blocks, plan.blocks, plan.num_rows, layer.norm_eps,
             layer.g.stride(0), layer.beta.stride(0), solved.sums.numel(),
             HEADS=layer.v.shape[1], GROUP=layer.v.shape[1] // layer.k.shape[1], DK=dim_k, num_warps=4,
-            maxnreg=REGISTERS,
+            maxnreg=REGISTERS, launch_pdl=True,
         )  # fmt: skip
     return solved.scan(layer, plan)
