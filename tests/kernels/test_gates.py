@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from kernels.backend import Backend
 from kernels.errors import KernelArgumentError
 from kernels.gates import delta_gates, gated_rms_norm, times_sigmoid
 from tests.kernels.compare import assert_same_bits
@@ -42,6 +43,17 @@ def test_gated_rms_norm(target: Target, dim: int, dtype: torch.dtype, wide_weigh
     normed = functional.rms_norm(x.double(), (dim,), weight.double(), EPS).flatten(1)
     factor = functional.silu(gate.double()) if silu else gate.double().sigmoid()
     assert_rarely_different(got, (normed * factor).to(dtype))
+
+
+@pytest.mark.parametrize(("heads", "dim"), [(6, 40), (4, 128), (4, 36)])
+def test_many_heads_have_the_bits_of_few(target: Target, monkeypatch: pytest.MonkeyPatch, heads: int, dim: int) -> None:
+    if target.backend is Backend.REFERENCE:
+        pytest.skip("the reference computes all heads at once")
+    x, gate = (rows(5, heads, dim, dtype=torch.bfloat16, device=target.device, seed=seed) for seed in (0, 1))
+    weight = rows(dim, dtype=torch.float32, device=target.device, seed=2)
+    few = gated_rms_norm(x, weight, EPS, gate.flatten(1), backend=target.backend)
+    monkeypatch.setattr("kernels.gates.triton.MANY_HEADS", 0)
+    assert_same_bits(gated_rms_norm(x, weight, EPS, gate.flatten(1), backend=target.backend), few)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

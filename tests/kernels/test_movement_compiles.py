@@ -116,7 +116,7 @@ def test_rows() -> None:
 
 
 def test_gates() -> None:
-    from kernels.gates.triton import COLUMNS, gate_channels, gate_delta, multiply_by_sigmoid, norm_and_gate
+    from kernels.gates.triton import COLUMNS, PART, gate_channels, gate_delta, multiply_by_sigmoid, norm_and_gate
 
     def gate_kind(name: str) -> str | None:
         return "*fp32" if name in ("bias_ptr", "a_ptr", "g_ptr", "betas_ptr") else kind(name)
@@ -126,11 +126,13 @@ def test_gates() -> None:
         built = compile_for_hopper(multiply_by_sigmoid, constants, 4, kind)
         check_moves(built)
         check_waits(built, 0)
-    head = {"HEADS": 32, "D": 128, "SILU": True, "BLOCK_D": 128, "OVERLAPS": True}
-    built = compile_for_hopper(norm_and_gate, head, 1, kind)
-    check_waits(built, 1)
-    # A head has 4 elements for each lane of its warp.
-    assert not built.spills and built.shared_bytes == 0 and "st.global.v2.b32" in built.ptx
+    for part in (1, PART):
+        heads = {"HEADS": 32, "D": 128, "SILU": True, "PART": part, "BLOCK_D": 128, "OVERLAPS": True}
+        built = compile_for_hopper(norm_and_gate, heads, 1, kind)
+        check_waits(built, 1)
+        # A head has 4 elements for each lane of its warp, however many heads a program has: its sum has one order.
+        assert built.ptx.count("shfl.sync.bfly") == 5 * part and built.ptx.count("ld.global.v2.b32") == 1 + 2 * part
+        assert not built.spills and built.shared_bytes == 0 and built.ptx.count("st.global.v2.b32") == part
     built = compile_for_hopper(gate_delta, {"HEADS": 32, "BLOCK_H": 32, "OVERLAPS": True}, 1, gate_kind)
     check_waits(built, 2)
     assert not built.spills and built.shared_bytes == 0
