@@ -9,11 +9,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.addressing import search_levels
-from kernels.addressing.triton import sequence_of
 from kernels.backend import is_hopper
 from kernels.block_scan.call import BlockScan
-from kernels.block_scan.plan import GRID_TOKENS, ScanPlan
+from kernels.block_scan.plan import GRID_TOKENS
 from kernels.block_scan.steps import SOFTPLUS_LIMIT
 from kernels.state_slots.triton import slots_of_row
 
@@ -28,8 +26,6 @@ WIDE_WARPS = 8
 STAGES, CHANNEL_STAGES = 3, 2
 # Keys of more channels do not fit in stages.
 MAX_STAGED_CHANNELS = 128
-# Tokens of a program that looks for those without a row.
-CLEARED = 16
 
 _GRID = tl.constexpr(GRID_TOKENS)
 _SOFTPLUS_LIMIT = tl.constexpr(SOFTPLUS_LIMIT)
@@ -85,10 +81,21 @@ def state_places(head, column, DK: tl.constexpr, DV: tl.constexpr, BY_VALUE: tl.
 
 
 @triton.jit
+def clear_outputs(out_ptr, begin, end, head, e, HEADS: tl.constexpr, DV: tl.constexpr):
+    for first in range(begin, end, _GRID):
+        token = first + tl.arange(0, _GRID)
+        at = out_ptr + token.to(tl.int64)[:, None] * (HEADS * DV) + head * DV + e[None, :]
+        zeros = tl.zeros(at.shape, out_ptr.dtype.element_ty)
+        tl.store(at, zeros, mask=(token < end)[:, None] & (e < DV)[None, :])
+
+
+# What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def scan_blocks(
     q_ptr, k_ptr, v_ptr, inverses_ptr, beta_ptr, sums_ptr, weights_ptr, scores_ptr, factors_ptr, skip_ptr, gate_ptr,
-    kept_ptr, remains_ptr, states_ptr, out_ptr, cu_blocks_ptr, blocks_ptr, leave_ptr, working_ptr, restore_ptr,
-    fresh_ptr, rolling_ptr, scale, stride_q, stride_k, stride_v, stride_beta, stride_gate, stride_slot,
+    kept_ptr, remains_ptr, states_ptr, out_ptr, cu_seqlens_ptr, cu_blocks_ptr, blocks_ptr, leave_ptr, working_ptr,
+    restore_ptr, fresh_ptr, rolling_ptr, num_rows, num_tokens, scale, stride_q, stride_k, stride_v, stride_beta,
+    stride_gate, stride_slot,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HAS_INVERSES: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_GATE: tl.constexpr, HAS_FACTORS: tl.constexpr,
     HAS_CHANNELS: tl.constexpr, BY_VALUE: tl.constexpr, PRECISION: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
@@ -162,27 +169,11 @@ def scan_blocks(
         tl.debug_barrier()  # a row without tokens reads and writes its state alike
         tl.store(states_ptr + rolling * stride_slot + place, state, mask=ok & (rolling > 0))
         tl.store(states_ptr + working * stride_slot + place, state, mask=ok)
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
-def clear_uncovered(
-    out_ptr, cu_seqlens_ptr, working_ptr, num_rows, num_tokens,
-    WIDTH: tl.constexpr, LEVELS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    """Zeros for tokens of padding rows and for those behind the last row."""
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
-    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    row, _ = sequence_of(token, cu_seqlens_ptr, num_rows, LEVELS)
-    is_bare = (token >= tl.load(cu_seqlens_ptr + num_rows)) | (tl.load(working_ptr + row) <= 0)
-    is_bare = is_bare & (token < num_tokens)
-    if tl.max(is_bare.to(tl.int32), 0) > 0:
-        for column in range(0, WIDTH, BLOCK):
-            place = column + tl.arange(0, BLOCK)
-            at = token.to(tl.int64)[:, None] * WIDTH + place[None, :]
-            zeros = tl.zeros((BLOCK_T, BLOCK), out_ptr.dtype.element_ty)
-            tl.store(out_ptr + at, zeros, mask=is_bare[:, None] & (place < WIDTH)[None, :])
+    else:
+        cleared, behind = tl.load(cu_seqlens_ptr + row), tl.load(cu_seqlens_ptr + row + 1)
+        clear_outputs(out_ptr, cleared, behind, head, e, HEADS, DV)
+    if row == num_rows - 1:
+        clear_outputs(out_ptr, tl.load(cu_seqlens_ptr + num_rows), num_tokens, head, e, HEADS, DV)
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -231,19 +222,8 @@ def num_stages(keys: torch.Tensor, has_channels: bool) -> int:
     return STAGES
 
 
-def clear_bare_tokens(plan: ScanPlan, out: torch.Tensor) -> None:
-    """Zeros outputs [num_tokens, heads, dv] of padding rows and those behind the last row."""
-    overlaps = is_hopper(out.device)
-    with torch.cuda.device_of(out):
-        clear_uncovered[(triton.cdiv(out.shape[0], CLEARED),)](
-            out, plan.cu_seqlens_q, plan.slots.working, plan.num_rows, out.shape[0],
-            WIDTH=out[0].numel(), LEVELS=search_levels(plan.num_rows), BLOCK_T=CLEARED, BLOCK=256,
-            OVERLAPS=overlaps, num_warps=4, launch_pdl=overlaps,
-        )  # fmt: skip
-
-
 def launch_scan(scan: BlockScan, out: torch.Tensor) -> None:
-    """Fills out, writes the states; checked, non-empty arguments."""
+    """Fills out, with zeros for tokens of no row, and writes the states; checked, non-empty arguments."""
     plan, slots, states = scan.plan, scan.plan.slots, scan.states
     heads, dim_v = scan.v.shape[1:]
     k_heads, dim_k = scan.k.shape[1:]
@@ -255,13 +235,12 @@ def launch_scan(scan: BlockScan, out: torch.Tensor) -> None:
     q, k, v, *decayed = aligned_rows(*(rows for rows in (scan.q, scan.k, scan.v, scan.kept) if rows is not None))
     overlaps = is_hopper(out.device)
     width = min(VALUES if scan.inverses is None else DELTA_VALUES, padded(dim_v))
-    clear_bare_tokens(plan, out)
     with torch.cuda.device_of(out):
         scan_blocks[(plan.num_rows * heads, triton.cdiv(dim_v, width))](
             q, k, v, inverses, beta, nothing, weights, scan.scores, factors, skip, gate, *(decayed or [nothing]),
-            remains, states, out, plan.cu_blocks, plan.blocks, plan.leave_slot, slots.working, slots.restore,
-            slots.fresh, slots.rolling, scan.scale, q.stride(0), k.stride(0), v.stride(0), beta.stride(0),
-            gate.stride(0), states.stride(0),
+            remains, states, out, plan.cu_seqlens_q, plan.cu_blocks, plan.blocks, plan.leave_slot, slots.working,
+            slots.restore, slots.fresh, slots.rolling, plan.num_rows, out.shape[0], scan.scale, q.stride(0),
+            k.stride(0), v.stride(0), beta.stride(0), gate.stride(0), states.stride(0),
             HEADS=heads, GROUP=heads // k_heads, DK=dim_k, DV=dim_v, HAS_INVERSES=scan.inverses is not None,
             HAS_WEIGHTS=scan.weights is not None, HAS_FACTORS=scan.factors is not None,
             HAS_SKIP=scan.skip is not None, HAS_GATE=scan.gate is not None, HAS_CHANNELS=scan.kept is not None,

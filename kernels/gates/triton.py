@@ -66,7 +66,8 @@ def norm_and_gate(
         rows += (tl.load(x_ptr + place + i * D, mask=ok, other=0.0),)  # type: ignore[assignment]
         gates += (tl.load(gate_at + i * D, mask=ok, other=0.0),)  # type: ignore[assignment]
     for i in tl.static_range(PART):
-        wide, gate = rows[i].to(tl.float32), gates[i].to(tl.float32)
+        wide = rows[i].to(tl.float32)  # type: ignore[var-annotated]
+        gate = gates[i].to(tl.float32)
         normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / D + eps) * weight
         factor = gate * _sigmoid(gate) if SILU else _sigmoid(gate)
         tl.store(out_ptr + place + i * D, (normed * factor).to(out_ptr.dtype.element_ty), mask=ok)

@@ -242,14 +242,6 @@ def test_blocks_of_mamba2() -> None:
     assert not built.spills and "wgmma" in built.ptx
 
 
-def test_what_no_row_covers() -> None:
-    from kernels.block_scan.triton import CLEARED, clear_uncovered
-
-    constants = {"WIDTH": 4096, "LEVELS": 2, "BLOCK_T": CLEARED, "BLOCK": 256, "OVERLAPS": True}
-    built = compile_for_hopper(clear_uncovered, constants, 4, kinds("bf16", **SLOTS))
-    assert not built.spills and "st.global.v4" in built.ptx
-
-
 GLUON_SCANS: dict[str, dict[str, object]] = {
     "delta": {**QWEN, "DV": 128, "HAS_WEIGHTS": True, "HAS_FACTORS": True},
     "delta by channel": {**KIMI, "DV": 128, "HAS_CHANNELS": True},

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from kernels.block_scan.hopper.rows import row_of_program
+from kernels.block_scan.hopper.rows import clear_what_nobody_has, row_of_program
 from kernels.block_scan.plan import GRID_TOKENS
 from kernels.hopper.barriers import thread_barrier
 
@@ -81,12 +81,13 @@ def load_scalars(
 
 @gluon.jit
 def make_vectors(
-    sums_ptr, weights_ptr, beta_ptr, factors_ptr, cu_blocks_ptr, blocks_ptr, working_ptr, stride_beta,
-    vectors, full, empty,
-    HEADS: gl.constexpr, HAS_INVERSES: gl.constexpr, HAS_WEIGHTS: gl.constexpr, HAS_FACTORS: gl.constexpr,
-    HAS_CHANNELS: gl.constexpr, STAGES: gl.constexpr,
+    sums_ptr, weights_ptr, beta_ptr, factors_ptr, out_ptr, cu_seqlens_ptr, cu_blocks_ptr, blocks_ptr, working_ptr,
+    num_rows, num_tokens, stride_beta, vectors, full, empty,
+    HEADS: gl.constexpr, DV: gl.constexpr, BV: gl.constexpr, HAS_INVERSES: gl.constexpr, HAS_WEIGHTS: gl.constexpr,
+    HAS_FACTORS: gl.constexpr, HAS_CHANNELS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Computes the factors of a block's tokens in one warp, which loads one block ahead."""
+    """Computes the factors of a block's tokens in one warp, which loads one block ahead; then clears outputs that
+    nobody makes."""
     L: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     _, head, begin, end, first, count, stop = row_of_program(cu_blocks_ptr, blocks_ptr, working_ptr, HEADS)
     token = gl.arange(0, _GRID, L)
@@ -131,3 +132,4 @@ def make_vectors(
         beta = next_beta
         factors = next_factors
         count = ahead
+    clear_what_nobody_has(out_ptr, cu_seqlens_ptr, working_ptr, num_rows, num_tokens, HEADS, DV, BV)

@@ -1,7 +1,7 @@
 """Scans in Gluon for Hopper: a program for a row, a head and 64 values takes the row's blocks one by one.
 
     boxes      one warp        q, k, v, scores, inverses of block i + 1 or i + 2 on their way to shared memory
-    vectors    one warp        what each token of them is multiplied by
+    vectors    one warp        what each token of them is multiplied by; zeros for tokens of no row
     chain      4 warps         state(i) -> what block i reads of it -> what it writes -> state(i + 1)
     outputs    4 warps         q state(i) + scores (what block i writes)
 
@@ -22,11 +22,13 @@ from kernels.hopper.launches import allow_next_launch, wait_for_last_launch
 _GRID = gl.constexpr(GRID_TOKENS)
 
 
-@gluon.jit
+# What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
+@gluon.jit(do_not_specialize=["num_rows", "num_tokens"])
 def scan_blocks(
     q_desc, k_desc, v_desc, inverses_desc, scores_desc, kept_desc, beta_ptr, sums_ptr, weights_ptr, factors_ptr,
-    skip_ptr, gate_ptr, remains_ptr, states_ptr, out_ptr, cu_blocks_ptr, blocks_ptr, leave_ptr, working_ptr,
-    restore_ptr, fresh_ptr, rolling_ptr, scale, stride_beta, stride_gate, stride_slot,
+    skip_ptr, gate_ptr, remains_ptr, states_ptr, out_ptr, cu_seqlens_ptr, cu_blocks_ptr, blocks_ptr, leave_ptr,
+    working_ptr, restore_ptr, fresh_ptr, rolling_ptr, num_rows, num_tokens, scale, stride_beta, stride_gate,
+    stride_slot,
     HEADS: gl.constexpr, GROUP: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, BV: gl.constexpr,
     HAS_INVERSES: gl.constexpr, HAS_WEIGHTS: gl.constexpr, HAS_SKIP: gl.constexpr, HAS_GATE: gl.constexpr,
     HAS_FACTORS: gl.constexpr, HAS_CHANNELS: gl.constexpr, BY_VALUE: gl.constexpr, STAGES: gl.constexpr,
@@ -80,9 +82,9 @@ def scan_blocks(
                 HEADS, GROUP, DK, DV, BV, HAS_INVERSES, HAS_CHANNELS, STAGES,
             )),
             (make_vectors, (
-                sums_ptr, weights_ptr, beta_ptr, factors_ptr, cu_blocks_ptr, blocks_ptr, working_ptr, stride_beta,
-                vectors, full, empty,
-                HEADS, HAS_INVERSES, HAS_WEIGHTS, HAS_FACTORS, HAS_CHANNELS, STAGES,
+                sums_ptr, weights_ptr, beta_ptr, factors_ptr, out_ptr, cu_seqlens_ptr, cu_blocks_ptr, blocks_ptr,
+                working_ptr, num_rows, num_tokens, stride_beta, vectors, full, empty,
+                HEADS, DV, BV, HAS_INVERSES, HAS_WEIGHTS, HAS_FACTORS, HAS_CHANNELS, STAGES,
             )),
         ],
         [4, 1, 1],

@@ -8,7 +8,6 @@ from kernels.block_scan.call import BlockScan
 from kernels.block_scan.hopper import VALUES, num_stages
 from kernels.block_scan.hopper.kernel import scan_blocks
 from kernels.block_scan.plan import GRID_TOKENS
-from kernels.block_scan.triton import clear_bare_tokens
 
 
 def boxes_of(rows: torch.Tensor, columns: int) -> TensorDescriptor:
@@ -23,7 +22,7 @@ def boxes_of(rows: torch.Tensor, columns: int) -> TensorDescriptor:
 
 
 def launch_scan(scan: BlockScan, out: torch.Tensor) -> None:
-    """Fills out, writes the states; checked, non-empty arguments."""
+    """Fills out, with zeros for tokens of no row, and writes the states; checked, non-empty arguments."""
     plan, slots, states = scan.plan, scan.plan.slots, scan.states
     heads, dim_v = scan.v.shape[1:]
     k_heads, dim_k = scan.k.shape[1:]
@@ -31,14 +30,14 @@ def launch_scan(scan: BlockScan, out: torch.Tensor) -> None:
     optional = (scan.beta, scan.weights, scan.factors, scan.skip, scan.gate, scan.remains)
     beta, weights, factors, skip, gate, remains = (nothing if tensor is None else tensor for tensor in optional)
     scores, k = boxes_of(scan.scores, GRID_TOKENS), boxes_of(scan.k, dim_k)
-    clear_bare_tokens(plan, out)
     with torch.cuda.device_of(out):
         scan_blocks[(plan.num_rows * heads, dim_v // VALUES)](
             boxes_of(scan.q, dim_k), k, boxes_of(scan.v, VALUES),
             scores if scan.inverses is None else boxes_of(scan.inverses, GRID_TOKENS), scores,
             k if scan.kept is None else boxes_of(scan.kept, dim_k), beta, nothing, weights, factors, skip, gate,
-            remains, states, out, plan.cu_blocks, plan.blocks, plan.leave_slot, slots.working, slots.restore,
-            slots.fresh, slots.rolling, scan.scale, beta.stride(0), gate.stride(0), states.stride(0),
+            remains, states, out, plan.cu_seqlens_q, plan.cu_blocks, plan.blocks, plan.leave_slot, slots.working,
+            slots.restore, slots.fresh, slots.rolling, plan.num_rows, out.shape[0], scan.scale, beta.stride(0),
+            gate.stride(0), states.stride(0),
             HEADS=heads, GROUP=heads // k_heads, DK=dim_k, DV=dim_v, BV=VALUES,
             HAS_INVERSES=scan.inverses is not None, HAS_WEIGHTS=scan.weights is not None,
             HAS_SKIP=scan.skip is not None, HAS_GATE=scan.gate is not None, HAS_FACTORS=scan.factors is not None,

@@ -1,4 +1,5 @@
-"""Shared by the partitions of a scan: the row, head and blocks of their program, and cleared tails of short blocks."""
+"""Shared by the partitions of a scan: the row, head and blocks of their program, cleared tails of short blocks, and
+zeros for tokens of no row."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -27,6 +28,33 @@ def row_of_program(cu_blocks_ptr, blocks_ptr, working_ptr, HEADS: gl.constexpr):
     count = gl.load(blocks_ptr + begin * 2 + 1, mask=has, other=0)
     stop = gl.load(blocks_ptr + last * 2, mask=has, other=0) + gl.load(blocks_ptr + last * 2 + 1, mask=has, other=0)
     return row, head, begin, end, token, count, stop
+
+
+@gluon.jit
+def clear_outputs(out_ptr, begin, end, head, HEADS: gl.constexpr, DV: gl.constexpr, BV: gl.constexpr):
+    """Zeros for tokens begin to end - 1, by one warp."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [1, 1], [1, 0])
+    column = head * DV + gl.program_id(1) * BV + gl.arange(0, BV, gl.SliceLayout(0, LAYOUT))
+    zeros = gl.zeros([16, BV], out_ptr.dtype.element_ty, LAYOUT)
+    for first in range(begin, end, 16):
+        token = first + gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))
+        at = token.to(gl.int64)[:, None] * (HEADS * DV) + column[None, :]
+        gl.store(out_ptr + at, zeros, mask=(token < end)[:, None] & (column >= 0)[None, :])
+
+
+@gluon.jit
+def clear_what_nobody_has(
+    out_ptr, cu_seqlens_ptr, working_ptr, num_rows, num_tokens,
+    HEADS: gl.constexpr, DV: gl.constexpr, BV: gl.constexpr,
+):  # fmt: skip
+    """Zeros for a padding row's tokens, and by the last row for those behind it."""
+    row = gl.program_id(0) // HEADS
+    head = gl.program_id(0) % HEADS
+    if gl.load(working_ptr + row) <= 0:
+        begin = gl.load(cu_seqlens_ptr + row)
+        clear_outputs(out_ptr, begin, gl.load(cu_seqlens_ptr + row + 1), head, HEADS, DV, BV)
+    if row == num_rows - 1:
+        clear_outputs(out_ptr, gl.load(cu_seqlens_ptr + num_rows), num_tokens, head, HEADS, DV, BV)
 
 
 @gluon.jit
