@@ -39,19 +39,20 @@ def norm_rows(tile, halves, norm_eps, L: gl.constexpr):
 
 
 @gluon.jit
-def norm_inputs(qs, ks, diagonal, norm_eps, PART: gl.constexpr, DK: gl.constexpr):
+def norm_inputs(qs, ks, diagonal, count, norm_eps, PART: gl.constexpr, DK: gl.constexpr):
     """Divides queries and keys [GRID, DK] by their lengths, in place. Returns the two tiles as fp16.
 
     `diagonal` gets the product of each token's query with its own key, in fp32. PART rows at a time, to take few
-    registers.
+    registers; parts behind the block's `count` tokens stay as they are: keys of zeros, and queries of nobody's outputs.
     """
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DK, DK // 8], [4, 1], [1, 0])
     q = qs._reinterpret(gl.float16, [_GRID, DK], qs.layout)
     k = ks._reinterpret(gl.float16, [_GRID, DK], ks.layout)
     for part in gl.static_range(_GRID // PART):
-        keys = norm_rows(ks.slice(part * PART, PART, 0), k.slice(part * PART, PART, 0), norm_eps, WIDE)
-        queries = norm_rows(qs.slice(part * PART, PART, 0), q.slice(part * PART, PART, 0), norm_eps, WIDE)
-        diagonal.slice(part * PART, PART, 0).store(gl.sum(queries * keys, 1))
+        if part * PART < count:
+            keys = norm_rows(ks.slice(part * PART, PART, 0), k.slice(part * PART, PART, 0), norm_eps, WIDE)
+            queries = norm_rows(qs.slice(part * PART, PART, 0), q.slice(part * PART, PART, 0), norm_eps, WIDE)
+            diagonal.slice(part * PART, PART, 0).store(gl.sum(queries * keys, 1))
     return q, k
 
 
@@ -81,6 +82,15 @@ def load_exponents(highs, lows, g_ptr, remains_ptr, first, count, stride_g, PART
 def ones_at(mask):
     """Returns fp16 ones where the mask is set, else zeros: times a tile, they sum the tile's rows that it selects."""
     return gl.where(mask, 1.0, 0.0).to(gl.float16)
+
+
+@gluon.jit
+def levels_of(count):
+    """Returns how many levels the pairs of `count` tokens have: those with halves of fewer tokens."""
+    levels = 0
+    for level in gl.static_range(_LEVELS):
+        levels += (count > (1 << level)).to(gl.int32)
+    return levels
 
 
 @gluon.jit
@@ -131,13 +141,14 @@ def store_wide(ptr, rows, staging, first, count, HEADS: gl.constexpr, DK: gl.con
 
 
 @gluon.jit
-def add_levels(products, scores, q, k, highs, tiles, DK: gl.constexpr, TL: gl.constexpr, DL: gl.constexpr):
-    """Adds what some channels give of all pairs: of each level those whose tokens lie in two halves of one part."""
+def add_levels(products, scores, q, k, highs, tiles, count, DK: gl.constexpr, TL: gl.constexpr, DL: gl.constexpr):
+    """Adds what some channels give of all pairs of a block's `count` tokens: of each level those whose tokens lie in
+    two halves of one part."""
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=TL, k_width=2)
     i = gl.arange(0, _GRID, gl.SliceLayout(1, TL))[:, None]
     j = gl.arange(0, _GRID, gl.SliceLayout(0, TL))[None, :]
     zeros = gl.zeros([_GRID, _GRID], gl.float32, TL)
-    for level in range(_LEVELS):
+    for level in range(levels_of(count)):
         sums = warpgroup_mma_wait(0, deps=[start_level_sums(highs, level, DK, DL)])
         near = gl.convert_layout(gl.exp2(sums).to(gl.float16), LEFT)
         keys = k.load(LEFT) * near
@@ -188,33 +199,32 @@ def solve_channels(
         mbarrier.expect(full.index(0), 2 * 2 * _GRID * DK)
         tma.async_copy_global_to_shared(k_desc, [first, head // GROUP * DK], full.index(0), ks)
         tma.async_copy_global_to_shared(q_desc, [first, head // GROUP * DK], full.index(0), qs)
-        mbarrier.wait(full.index(0), 0)
-        clear_tail(ks, count, DK)
-        q, k = norm_inputs(qs, ks, diagonal, norm_eps, 32, DK)
-        thread_barrier()
-        i = gl.arange(0, _GRID, ROW)
-        j = gl.arange(0, _GRID, COLUMN)
-        products = gl.zeros([_GRID, _GRID], gl.float32, TL)
-        scores = gl.where(i[:, None] == j[None, :], diagonal.load(ROW)[:, None], 0.0)
         at = head * DK
         remains = remains_ptr + block.to(gl.int64) * HEADS * DK + at
         load_exponents(highs, lows, g_ptr + at, remains, first, count, stride_g, 32, DK)
+        i = gl.arange(0, _GRID, ROW)
+        beta = gl.load(beta_ptr + (first + i).to(gl.int64) * stride_beta + head, mask=i < count, other=0.0)
+        mbarrier.wait(full.index(0), 0)
+        clear_tail(ks, count, DK)
+        q, k = norm_inputs(qs, ks, diagonal, count, norm_eps, 32, DK)
         fence_async_shared()
         thread_barrier()
+        j = gl.arange(0, _GRID, COLUMN)
+        products = gl.zeros([_GRID, _GRID], gl.float32, TL)
+        scores = gl.where(i[:, None] == j[None, :], diagonal.load(ROW)[:, None], 0.0)
         decays = exact_decays(highs, lows, False, DK, DL)
         store_wide(kept_ptr + at, k.load(DL).to(gl.float32) * decays, tiles.index(0), first, count, HEADS, DK)
         decays = exact_decays(highs, lows, True, DK, DL)
         thread_barrier()
         store_wide(keys_ptr + at, k.load(DL).to(gl.float32) * decays, tiles.index(0), first, count, HEADS, DK)
         store_wide(reading_ptr + at, q.load(DL).to(gl.float32) * decays, lows, first, count, HEADS, DK)
-        products, scores = add_levels(products, scores, q, k, highs, tiles, DK, TL, DL)
+        products, scores = add_levels(products, scores, q, k, highs, tiles, count, DK, TL, DL)
         thread_barrier()
-        beta = gl.load(beta_ptr + (first + i).to(gl.int64) * stride_beta + head, mask=i < count, other=0.0)
         a = products * beta.to(gl.float32)[:, None]
         rows = highs._reinterpret(gl.float16, [_GRID, _GRID], TILE)
         rows.store(a.to(gl.float16))
         fence_async_shared()
         thread_barrier()
         store_rows(scores_ptr, scores.to(DTYPE), first, count, head, HEADS)
-        inverse = unit_lower_inverse(a, rows, tiles._reinterpret(gl.float16, [2, _GRID, _GRID], TILE), TL)
+        inverse = unit_lower_inverse(a, rows, tiles._reinterpret(gl.float16, [2, _GRID, _GRID], TILE), count, TL)
         store_rows(inverses_ptr, inverse.to(DTYPE), first, count, head, HEADS)

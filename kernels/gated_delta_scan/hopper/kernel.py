@@ -28,11 +28,29 @@ def times(left, right, zeros, LEFT: gl.constexpr):
 
 
 @gluon.jit
-def unit_lower_inverse(a, rows, inverses, TL: gl.constexpr):
+def double_blocks(inverse, rows, inverses, level: gl.constexpr, TL: gl.constexpr):
+    """Returns `inverse` with blocks of 8 << level where it has blocks of half that size."""
+    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=TL, k_width=2)
+    zeros = gl.zeros([_GRID, _GRID], gl.float32, TL)
+    i = gl.arange(0, _GRID, gl.SliceLayout(1, TL))[:, None]
+    j = gl.arange(0, _GRID, gl.SliceLayout(0, TL))[None, :]
+    through = times(inverse, rows, zeros, LEFT)
+    inverses.index(level % 2).store(inverse.to(gl.float16))
+    fence_async_shared()
+    thread_barrier()
+    through = warpgroup_mma_wait(0, deps=[through])
+    is_pair = (i // (8 << level) == j // (8 << level)) & (i // (4 << level) != j // (4 << level))
+    through = gl.where(is_pair, through, 0.0)
+    return inverse - warpgroup_mma_wait(0, deps=[times(through, inverses.index(level % 2), zeros, LEFT)])
+
+
+@gluon.jit
+def unit_lower_inverse(a, rows, inverses, count, TL: gl.constexpr):
     """Returns (I + a)^-1 of a strictly lower a; `rows` is its fp16 copy in shared memory, `inverses` are two tiles.
 
     Blocks of 4 are I - a + a^2 - a^3, since a^4 = 0 there; then blocks double, as in Triton. A product of
-    block-diagonal rows with all of `a`, masked afterwards, is that with a masked `a`: one copy does.
+    block-diagonal rows with all of `a`, masked afterwards, is that with a masked `a`: one copy does. Rows of `a` from
+    `count` on are zeros: with 16 tokens the last two levels would subtract zeros alone, and are left out.
     """
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=TL, k_width=2)
     zeros = gl.zeros([_GRID, _GRID], gl.float32, TL)
@@ -44,15 +62,11 @@ def unit_lower_inverse(a, rows, inverses, TL: gl.constexpr):
     second = gl.where(within, second, 0.0)
     third = warpgroup_mma_wait(0, deps=[times(second, rows, zeros, LEFT)])
     inverse = gl.where(i == j, 1.0, 0.0) - first + second - gl.where(within, third, 0.0)
-    for level in gl.static_range(4):
-        through = times(inverse, rows, zeros, LEFT)
-        inverses.index(level % 2).store(inverse.to(gl.float16))
-        fence_async_shared()
-        thread_barrier()
-        through = warpgroup_mma_wait(0, deps=[through])
-        is_pair = (i // (8 << level) == j // (8 << level)) & (i // (4 << level) != j // (4 << level))
-        through = gl.where(is_pair, through, 0.0)
-        inverse = inverse - warpgroup_mma_wait(0, deps=[times(through, inverses.index(level % 2), zeros, LEFT)])
+    for level in gl.static_range(2):
+        inverse = double_blocks(inverse, rows, inverses, level, TL)
+    if count > 16:
+        for level in gl.static_range(2, 4):
+            inverse = double_blocks(inverse, rows, inverses, level, TL)
     return inverse
 
 
@@ -133,5 +147,5 @@ def solve_blocks(
         fence_async_shared()
         thread_barrier()
         store_rows(scores_ptr, (scores * decay).to(DTYPE), first, count, head, HEADS)
-        inverse = unit_lower_inverse(a, rows, inverses, TL)
+        inverse = unit_lower_inverse(a, rows, inverses, count, TL)
         store_rows(inverses_ptr, inverse.to(DTYPE), first, count, head, HEADS)
