@@ -3,36 +3,79 @@
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.backend import is_hopper
 
 COLUMNS = 1024
 
 
 @triton.jit
-def sum_rows(rows_ptr, weights_ptr, out_ptr, stride_row, D: tl.constexpr, TOP_K: tl.constexpr, COLUMNS: tl.constexpr):
+def sum_rows(
+    rows_ptr,
+    weights_ptr,
+    shared_ptr,
+    gate_ptr,
+    out_ptr,
+    stride_row,
+    stride_shared,
+    stride_gate,
+    D: tl.constexpr,
+    TOP_K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
     runs: tl.constexpr = tl.cdiv(D, COLUMNS)
     token = (tl.program_id(0) // runs).to(tl.int64)
     d = tl.program_id(0) % runs * COLUMNS + tl.arange(0, COLUMNS)
     ok = d < D
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
     total = tl.zeros((COLUMNS,), tl.float32)
     for place in tl.static_range(TOP_K):
         row = tl.load(rows_ptr + (token * TOP_K + place) * stride_row + d, mask=ok, other=0.0)
         total += tl.load(weights_ptr + token * TOP_K + place) * row.to(tl.float32)
-    tl.store(out_ptr + token * D + d, total.to(out_ptr.dtype.element_ty), mask=ok)
+    if HAS_SHARED:
+        shared = tl.load(shared_ptr + token * stride_shared + d, mask=ok, other=0.0).to(tl.float32)
+        if HAS_GATE:
+            gate = tl.load(gate_ptr + token * stride_gate).to(tl.float32)
+            shared = (shared * (1.0 / (1.0 + tl.exp(-gate)))).to(dtype).to(tl.float32)
+        total = total.to(dtype).to(tl.float32) + shared
+    tl.store(out_ptr + token * D + d, total.to(dtype), mask=ok)
 
 
-def launch(rows: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
+def launch(
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    shared: torch.Tensor | None,
+    gate: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
     """Fills out; checked, non-empty arguments. Products and sums are rounded apart, as torch does."""
     num_tokens, dim = out.shape
     columns = min(COLUMNS, triton.next_power_of_2(dim))
+    overlaps = is_hopper(rows.device)
     with torch.cuda.device_of(rows):
         sum_rows[(num_tokens * triton.cdiv(dim, columns),)](
             rows,
             weights,
+            rows if shared is None else shared,
+            rows if gate is None else gate,
             out,
             rows.stride(0),
+            0 if shared is None else shared.stride(0),
+            0 if gate is None else gate.stride(0),
             D=dim,
             TOP_K=weights.shape[1],
             COLUMNS=columns,
+            HAS_SHARED=shared is not None,
+            HAS_GATE=gate is not None,
+            OVERLAPS=overlaps,
             num_warps=4,
             enable_fp_fusion=False,
+            launch_pdl=overlaps,
         )

@@ -17,7 +17,9 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.backend import is_hopper
 from kernels.grouped_linear.plan import ExpertPlan
 from kernels.grouped_linear.stored import Fp8Experts, StoredExperts
 
@@ -87,7 +89,8 @@ def mxfp4_weights(pairs_row, scales_row, first, depth, dtype: tl.constexpr, BLOC
     return tl.join(low_values, high_values).reshape(pairs.shape[0], BLOCK_K)
 
 
-@triton.jit
+# How many pairs there are changes from batch to batch: a new number must not mean a new compilation.
+@triton.jit(do_not_specialize=["num_pairs"])
 def multiply_pairs(
     x_ptr,
     weight_ptr,
@@ -98,6 +101,7 @@ def multiply_pairs(
     tiles_ptr,
     num_tiles_ptr,
     out_ptr,
+    num_pairs,
     num_outputs,
     num_blocks,
     depth,
@@ -113,15 +117,22 @@ def multiply_pairs(
     BLOCK_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     FORMAT: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Outputs beyond the last one repeat it and are not stored, nor are rows beyond the tile's."""
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
     tile = tl.program_id(0) // num_blocks
-    if tile >= tl.load(num_tiles_ptr):
-        return
+    # Two rounds of loads, not four one after another: places behind the last tile are memory that nobody has written.
+    num_tiles = tl.load(num_tiles_ptr)
     expert = tl.load(tiles_ptr + 2 * tile).to(tl.int64)
     place = tl.load(tiles_ptr + 2 * tile + 1) + tl.arange(0, TILE_ROWS)
-    is_row = place < tl.load(starts_ptr + expert + 1)
-    pair = tl.load(order_ptr + place, mask=is_row, other=0).to(tl.int64)
+    if tile >= num_tiles:
+        return
+    end = tl.load(starts_ptr + expert + 1)
+    pair = tl.load(order_ptr + place, mask=place < num_pairs, other=0).to(tl.int64)
+    is_row = place < end
     first_n = tl.program_id(0) % num_blocks * BLOCK_N
     n = first_n + tl.arange(0, BLOCK_N)
     n_read = tl.minimum(n, num_outputs - 1).to(tl.int64)
@@ -164,6 +175,7 @@ def launch(
     is_stored = not isinstance(weight, torch.Tensor)
     num_outputs, tile = out.shape[1], tile_for(x.dtype, plan.tile_rows, is_stored=is_stored)
     num_blocks = triton.cdiv(num_outputs, tile.block_n)
+    overlaps = is_hopper(x.device)
     with torch.cuda.device_of(x):
         multiply_pairs[(plan.tiles.shape[0] * num_blocks,)](
             x,
@@ -172,6 +184,7 @@ def launch(
             x if bias is None else bias,
             *plan[:4],
             out,
+            plan.num_pairs,
             num_outputs,
             num_blocks,
             x.shape[1],
@@ -188,5 +201,7 @@ def launch(
             HAS_BIAS=bias is not None,
             FORMAT=(FP8 if isinstance(weight, Fp8Experts) else MXFP4 if is_stored else PLAIN).value,
             num_warps=tile.num_warps,
+            OVERLAPS=overlaps,
             num_stages=tile.num_stages,
+            launch_pdl=overlaps,
         )

@@ -50,20 +50,22 @@ def linear(
 ) -> torch.Tensor:
     """x [num_rows, K] times weight [N, K] transposed, plus bias [N]. On CUDA fewer than LEAST_ROWS rows are padded.
 
+    x has the weight's dtype, or 16 bits where the weight is fp32, which gives the bits of x.float().
     On Hopper the weight may be read before earlier launches have ended, so none of them may write it. A weight that
     `packed_weight` returned takes the CPU's route, whatever `route` and `backend` say.
     """
     check_tensor("weight", weight, (None, None), KV_DTYPES, x.device)
     if not weight.is_mkldnn:
         check_contiguous("weight", weight)
-    check_tensor("x", x, (None, weight.shape[1]), (weight.dtype,), x.device)
+    dtypes = KV_DTYPES if weight.dtype is torch.float32 else (weight.dtype,)
+    check_tensor("x", x, (None, weight.shape[1]), dtypes, x.device)
     check_rows("x", x)
     if bias is not None:
         check_dense("bias", bias, (weight.shape[0],), (weight.dtype,), x.device)
     if weight.is_mkldnn:
-        return packed.linear(x, weight, bias)
+        return packed.linear(x.float(), weight, bias)
     if backend is Backend.REFERENCE:
-        return reference.linear(x, weight, bias)
+        return reference.linear(x.to(weight.dtype), weight, bias)
     if backend in (Backend.AUTO, Backend.GLUON):
         reason = hopper.reason_against(x, weight)
         if reason is None:
@@ -72,6 +74,7 @@ def linear(
             raise KernelArgumentError(f"backend GLUON: {reason}")
     if route is Route.TILED and uses_triton(backend, x):
         return _tiled(x, weight, bias)
+    x = x.to(weight.dtype)
     missing = LEAST_ROWS - x.shape[0]
     if x.is_cuda and LEAST_ROWS > missing > 0:
         return functional.linear(functional.pad(x, (0, 0, 0, missing)), weight, bias)[: x.shape[0]]
@@ -97,9 +100,9 @@ def _tiled(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     from kernels.linear import triton
     from kernels.linear.fp32 import triton as fp32
 
-    out = x.new_empty(x.shape[0], weight.shape[0])
+    out = weight.new_empty(x.shape[0], weight.shape[0])
     if out.numel():
-        (fp32 if x.dtype is torch.float32 else triton).launch(x, weight, bias, out)
+        (fp32 if weight.dtype is torch.float32 else triton).launch(x, weight, bias, out)
     return out
 
 

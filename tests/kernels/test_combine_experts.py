@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from kernels.combine_experts import combine_experts
 from kernels.errors import KernelArgumentError
+from kernels.gates import times_sigmoid
 from kernels.grouped_linear import grouped_linear, packed_experts, plan_experts
 from kernels.route_experts import RoutingRule, route_experts
 from tests.kernels.compare import assert_same_bits
@@ -32,6 +33,18 @@ def test_sums(target: Target, tokens: int, top_k: int, dim: int, dtype: torch.dt
         for place in range(top_k):
             total = total + weights[token, place] * rows[token * top_k + place].float()
         assert_same_bits(got[token], total.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_shared_expert_is_added(target: Target, dtype: torch.dtype) -> None:
+    """The bits of sums apart: each product with a gate and each sum is rounded before the next."""
+    rows, weights = made(10, 40).to(dtype).to(target.device), made(5, 2, seed=1).to(target.device)
+    wide = made(5, 72, seed=2).to(dtype).to(target.device)
+    shared, gate = wide[:, 8:48], wide[:, 50:51]
+    alone = combine_experts(rows, weights, backend=target.backend)
+    assert_same_bits(combine_experts(rows, weights, shared, backend=target.backend), alone + shared)
+    gated = times_sigmoid(shared, gate, backend=target.backend)
+    assert_same_bits(combine_experts(rows, weights, shared, gate, backend=target.backend), alone + gated)
 
 
 def test_a_row_has_its_own_bits(target: Target) -> None:
@@ -61,6 +74,20 @@ def test_no_tokens(target: Target) -> None:
 def test_wrong_arguments_are_named(rows: torch.Tensor, weights: torch.Tensor, message: str) -> None:
     with pytest.raises(KernelArgumentError, match=message):
         combine_experts(rows, weights)
+
+
+@pytest.mark.parametrize(
+    ("shared", "gate", "message"),
+    [
+        (made(3, 7), None, r"shared: shape must be \[3, 8\], got \[3, 7\]"),
+        (made(3, 8).half(), None, "shared: dtype must be"),
+        (made(3, 8), made(3, 2), r"gate: shape must be \[3, 1\]"),
+        (None, made(3, 1), "gate: needs a shared expert's rows"),
+    ],
+)
+def test_wrong_shared_experts_are_named(shared: torch.Tensor | None, gate: torch.Tensor | None, message: str) -> None:
+    with pytest.raises(KernelArgumentError, match=message):
+        combine_experts(made(6, 8), made(3, 2), shared, gate)
 
 
 @pytest.mark.skipif(INTERPRETING, reason="the references against transformers")

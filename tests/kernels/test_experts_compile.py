@@ -12,7 +12,7 @@ from kernels.grouped_linear import TILE_ROWS
 from kernels.route_experts import RoutingRule, Scoring
 from tests.examples import thorough, usual
 from tests.kernels.conftest import INTERPRETING
-from tests.kernels.gluon_compile import compile_gluon, descriptor
+from tests.kernels.gluon_compile import check_waits, compile_gluon, descriptor
 from tests.kernels.test_compiles import compile_for_hopper, own_cache
 
 pytest.importorskip("triton")
@@ -48,8 +48,10 @@ def test_routing(experts: int, rule: RoutingRule, has_bias: bool) -> None:
 
     pointer = kinds("fp32", ids_ptr="*i32")
     for chooses in (True, False):
-        built = compile_for_hopper(route_rows, constants(rule, experts, has_bias, chooses), 1, pointer)
+        given = constants(rule, experts, has_bias, chooses)
+        built = compile_for_hopper(route_rows, {**given, "OVERLAPS": True}, 1, pointer)
         assert not built.spills
+        check_waits(built)
 
 
 @pytest.mark.parametrize("values", ["bf16", thorough("fp16"), "fp32"])
@@ -63,13 +65,14 @@ def test_products(values: str, rows: int) -> None:
     indices = dict.fromkeys(("order", "starts", "tiles", "num_tiles"), "*i32")
     built = compile_for_hopper(
         multiply_pairs,
-        {**constants, "HAS_BIAS": True, "FORMAT": PLAIN.value},
+        {**constants, "HAS_BIAS": True, "FORMAT": PLAIN.value, "OVERLAPS": True},
         tile.num_warps,
         kinds(values, **indices),
         aligned=("depth", "num_outputs"),
         num_stages=tile.num_stages,
     )
     assert not built.spills and not built.serialised
+    check_waits(built)
     if values in SIXTEEN_BITS:
         assert set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(m\d+)n\d+(k\d+)", built.ptx)) == {("m64", "k16")}
         assert "cp.async" in built.ptx
@@ -89,7 +92,7 @@ def test_products_with_stored_weights(rows: int, name: str) -> None:
     stored = {"weight": "*fp8e4nv", "scales": "*fp32"} if name == "fp8" else {"weight": "*u8", "scales": "*u8"}
     built = compile_for_hopper(
         multiply_pairs,
-        {**constants, "HAS_BIAS": True, "FORMAT": (FP8 if name == "fp8" else MXFP4).value},
+        {**constants, "HAS_BIAS": True, "FORMAT": (FP8 if name == "fp8" else MXFP4).value, "OVERLAPS": True},
         tile.num_warps,
         kinds("bf16", **indices, **stored),
         aligned=("depth", "num_outputs"),
@@ -97,6 +100,7 @@ def test_products_with_stored_weights(rows: int, name: str) -> None:
         num_stages=tile.num_stages,
     )
     assert not built.spills
+    check_waits(built)
     assert set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(m\d+)n\d+(k\d+)", built.ptx)) == {("m64", "k16")}
     assert FROM_REGISTERS.search(built.ptx)
     assert "cp.async" in built.ptx and "ldmatrix" not in built.ptx
@@ -126,6 +130,7 @@ def test_products_with_stored_weights_on_hopper(name: str, rows: int) -> None:
     aligned = ("depth", "num_outputs", "stride_x")
     built = compile_gluon(multiply_stored, {**sizes, **options}, {**stored, **indices, **rows_of}, aligned=aligned)
     assert not built.spills and not built.serialised
+    check_waits(built)
     assert set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(m\d+)n\d+(k\d+)", built.ptx)) == {("m64", "k16")}
     assert len(FROM_REGISTERS.findall(built.ptx)) == tile.step // 16 * tile.block_n // 64
     assert "cp.async.bulk.tensor" in built.ptx
@@ -135,18 +140,27 @@ def test_products_with_stored_weights_on_hopper(name: str, rows: int) -> None:
     assert 2 * built.shared_bytes <= SHARED_BYTES
 
 
-@pytest.mark.parametrize("chunk", [128, 1024, 4096])
-def test_plans(chunk: int) -> None:
-    from kernels.grouped_linear.plan_triton import CHUNKS, place_pairs
+@pytest.mark.parametrize("num_pairs", [100, 500, 600, 40_000])
+def test_plans(num_pairs: int) -> None:
+    from kernels.grouped_linear import plan_triton as plan
 
-    assert chunk in CHUNKS
-    constants = {"E": 500, "BLOCK_E": 512, "CHUNK": chunk}
-    assert not compile_for_hopper(place_pairs, constants, 4 if chunk <= 1024 else 8, kinds("i32")).spills
+    chunk = plan.chunk_for(num_pairs)
+    sizes = {"E": 500, "BLOCK_E": 512, "CHUNK": chunk, "OVERLAPS": True}
+    steps = {"IS_ONE": num_pairs <= chunk, "AHEAD": plan.CHUNKS_AHEAD, "COMPARED": plan.COMPARED}
+    num_warps = 4 if chunk < plan.CHUNK else 8
+    counted = compile_for_hopper(plan.count_pairs, sizes, num_warps, kinds("i32"))
+    placed = compile_for_hopper(plan.place_pairs, sizes | steps, num_warps, kinds("i32"))
+    for built in (counted, placed):
+        assert not built.spills
+        check_waits(built)
 
 
-def test_sums() -> None:
+@pytest.mark.parametrize(("has_shared", "has_gate"), [(False, False), (True, False), (True, True)])
+def test_sums(has_shared: bool, has_gate: bool) -> None:
     from kernels.combine_experts.triton import COLUMNS, sum_rows
 
-    constants = {"D": 2880, "TOP_K": 8, "COLUMNS": COLUMNS}
-    built = compile_for_hopper(sum_rows, constants, 4, kinds("bf16", weights="*fp32"), enable_fp_fusion=False)
+    constants = {"D": 2880, "TOP_K": 8, "COLUMNS": COLUMNS, "HAS_SHARED": has_shared, "HAS_GATE": has_gate}
+    pointers = kinds("bf16", weights="*fp32")
+    built = compile_for_hopper(sum_rows, {**constants, "OVERLAPS": True}, 4, pointers, enable_fp_fusion=False)
     assert not built.spills and "ld.global.v4" in built.ptx and "fma" not in built.ptx
+    check_waits(built)

@@ -76,22 +76,22 @@ def test_tiled() -> None:
 @pytest.mark.parametrize("is_whole", [False, True])
 def test_fp32_is_multiplied_without_tensor_cores(block_m: int, is_whole: bool) -> None:
     """Factors keep all their bits: every product is a multiply-add of fp32, in one chain for each element."""
-    from kernels.linear.fp32.triton import BLOCK_K, BLOCK_N, SLICE_K, TILES, multiply_slices
+    from kernels.linear.fp32.triton import BLOCK_K, SLICE_K, TILES, multiply_slices
 
-    stages = {tile.block_m: tile.num_stages for tile in TILES}[block_m]
-    constants = {"BLOCK_M": block_m, "BLOCK_N": BLOCK_N, "BLOCK_K": BLOCK_K, "SLICE_K": SLICE_K}
+    tile = next(tile for tile in TILES if tile.block_m == block_m)
+    constants = {"BLOCK_M": block_m, "BLOCK_N": tile.block_n, "BLOCK_K": BLOCK_K, "SLICE_K": SLICE_K}
     built = compile_for_hopper(
         multiply_slices,
-        {**constants, "IS_WHOLE": is_whole, "HAS_BIAS": True},
+        {**constants, "IS_WHOLE": is_whole, "HAS_BIAS": True, "OVERLAPS": True},
         4,
         lambda name: "*fp32",
         aligned=("depth", "width"),
-        num_stages=stages,
+        num_stages=tile.num_stages,
     )
     assert not built.spills
     assert "tf32" not in built.ptx and "mma" not in built.ptx and "cp.async" in built.ptx
     assert not re.search(r"\bmul(\.\w+)*\.f32|\bfma(?!\.rn\.f32)", built.ptx)
-    assert len(re.findall(r"\bfma\.rn\.f32\b", built.ptx)) == BLOCK_N * block_m * BLOCK_K // 128
+    assert len(re.findall(r"\bfma\.rn\.f32\b", built.ptx)) == tile.block_n * block_m * BLOCK_K // 128
 
 
 @pytest.mark.parametrize("block_m", [16, thorough(32), thorough(64)])
@@ -99,8 +99,11 @@ def test_what_comes_before_and_after_fp32_slices(block_m: int) -> None:
     from kernels.linear.fp32.triton import SLICES_AHEAD, SUM_BLOCK_N, sum_slices, transpose_rows
 
     constants = {"BLOCK_M": block_m, "BLOCK_N": SUM_BLOCK_N, "AHEAD": SLICES_AHEAD, "HAS_BIAS": True}
+    constants["OVERLAPS"] = True
     summed = compile_for_hopper(sum_slices, constants, 4, lambda name: "*fp32", aligned=("width",))
     assert not summed.spills and "fma.rn.f32" not in summed.ptx
-    constants = {"BLOCK_M": block_m, "BLOCK_K": 64}
-    transposed = compile_for_hopper(transpose_rows, constants, 4, lambda name: "*fp32", aligned=("depth", "width"))
-    assert not transposed.spills and "ld.global.v4" in transposed.ptx
+    constants = {"BLOCK_M": block_m, "BLOCK_K": 64, "OVERLAPS": True}
+    for dtype in ("fp32", "bf16"):
+        kinds = {"x_ptr": f"*{dtype}", "transposed_ptr": "*fp32"}
+        transposed = compile_for_hopper(transpose_rows, constants, 4, kinds.__getitem__, aligned=("depth", "width"))
+        assert not transposed.spills and "ld.global.v4" in transposed.ptx

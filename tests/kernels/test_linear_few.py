@@ -53,7 +53,7 @@ class TestOnAGpu:
             (made(65, 64, device=GPU), weight, "needs 1 to 64 rows"),
             (made(4, 64, device=GPU), weight[:-1], "needs 1024 outputs or more"),
             (made(4, 68, device=GPU), wide, "needs rows at multiples of 16 bytes"),
-            (made(4, 64, dtype=torch.float32, device=GPU), weight.float(), "needs 16-bit rows"),
+            (made(4, 64, dtype=torch.float32, device=GPU), weight.float(), "needs 16-bit weights"),
         ):
             with pytest.raises(KernelArgumentError, match=reason):
                 linear(x, w, backend=Backend.GLUON)

@@ -52,6 +52,14 @@ def test_a_row_has_its_own_bits(target: Target, product: Product, depth: int) ->
     assert_same_bits(product(beside, weight)[1::2], together[1:40:2])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rows_of_16_bits_are_widened_exactly(target: Target, product: Product, dtype: torch.dtype) -> None:
+    x, weight = floats(40, 300, device=target.device).to(dtype), floats(70, 300, device=target.device, seed=1)
+    assert_same_bits(
+        product(x[:, 4:204], weight[:, :200].contiguous()), product(x.float()[:, 4:204], weight[:, :200].contiguous())
+    )
+
+
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_who_computes_the_slices_changes_no_bit(
     target: Target, product: Product, depth: int, monkeypatch: pytest.MonkeyPatch

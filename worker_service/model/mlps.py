@@ -9,7 +9,6 @@ import torch
 from kernels.backend import Backend
 from kernels.combine_experts import combine_experts
 from kernels.gated_activation import clamped_swiglu, gelu_mul, silu_mul
-from kernels.gates import times_sigmoid
 from kernels.grouped_linear import grouped_linear, packed_experts, plan_experts
 from kernels.route_experts import Routing, route_experts
 from worker_service.model.layer_weights import DenseWeights, Linear, MoeWeights
@@ -82,22 +81,24 @@ class MoeMlp:
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         spec, backend, gemm = self._spec, self._backend, step.gemm
-        logits = gemm(x.float() if spec.wide_router else x, self._router)
+        shared, gate = None, None
+        if self._shared is not None:
+            with step.beside():
+                shared = self._shared(x, step)
+        logits = gemm(x, self._router)
+        if spec.shared_gate:
+            gate = logits[:, spec.num_experts, None]
         routing = self._routing(logits[:, : spec.num_experts], step.token_ids)
         plan = plan_experts(routing.expert_ids, spec.num_experts, backend=backend)
         given = gemm(x, self._latents[0]) if self._latents else x
         inner = grouped_linear(given, self._gate_up, plan, self._gate_up_bias, backend=backend)
         inner = activated(inner, spec.activation, backend)
         rows = grouped_linear(inner, self._down, plan, self._down_bias, backend=backend)
-        out = combine_experts(rows, routing.weights, backend=backend)
-        if self._latents:
-            out = gemm(out, self._latents[1])
-        if self._shared is None:
-            return out
-        shared = self._shared(x, step)
-        if spec.shared_gate:
-            shared = times_sigmoid(shared, logits[:, spec.num_experts, None], backend=backend)
-        return out + shared
+        step.beside.join()
+        if not self._latents:
+            return combine_experts(rows, routing.weights, shared, gate, backend=backend)
+        out = gemm(combine_experts(rows, routing.weights, backend=backend), self._latents[1])
+        return out if shared is None else out + shared
 
     def _routing(self, logits: torch.Tensor, token_ids: torch.Tensor) -> Routing:
         table = self._experts_of_token

@@ -27,6 +27,7 @@ from kernels.grouped_linear.hopper.weights import (
     words_layout,
 )
 from kernels.hopper.barriers import make_barriers, thread_barrier
+from kernels.hopper.launches import allow_next_launch, wait_for_last_launch
 
 
 @gluon.jit
@@ -66,7 +67,8 @@ def multiply_stage(
     return warpgroup_mma_wait(0, deps=[acc])
 
 
-@gluon.jit
+# How many pairs there are changes from batch to batch: a new number must not mean a new compilation.
+@gluon.jit(do_not_specialize=["num_pairs"])
 def multiply_stored(
     weight_desc,
     x_ptr,
@@ -77,6 +79,7 @@ def multiply_stored(
     tiles_ptr,
     num_tiles_ptr,
     out_ptr,
+    num_pairs,
     num_outputs,
     num_blocks,
     depth,
@@ -105,20 +108,24 @@ def multiply_stored(
     COUNT: gl.constexpr = STEP // MX_BLOCK
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     tile = gl.program_id(0) // num_blocks
-    if tile < gl.load(num_tiles_ptr):
+    allow_next_launch()
+    wait_for_last_launch()
+    # Two rounds of loads, not four one after another: places behind the last tile are memory that nobody has written.
+    num_tiles = gl.load(num_tiles_ptr)
+    expert = gl.load(tiles_ptr + 2 * tile)
+    begin = gl.load(tiles_ptr + 2 * tile + 1)
+    if tile < num_tiles:
         weights = gl.allocate_shared_memory(weight_desc.dtype, [STAGES, BLOCK_N, WIDTH], weight_desc.layout)
         x_tiles = gl.allocate_shared_memory(dtype, [STAGES, TILE_ROWS, STEP], X_TILE)
         full = make_barriers(STAGES, 1)
         fence_async_shared()
         thread_barrier()
-        expert = gl.load(tiles_ptr + 2 * tile)
-        begin = gl.load(tiles_ptr + 2 * tile + 1)
         end = gl.load(starts_ptr + expert + 1)
         first_n = gl.program_id(0) % num_blocks * BLOCK_N
         first_row = expert * expert_rows + first_n
         place = begin + gl.arange(0, TILE_ROWS, gl.SliceLayout(1, X))
+        pair = gl.load(order_ptr + place, mask=place < num_pairs, other=0)
         is_row = (place < end)[:, None]
-        pair = gl.load(order_ptr + place, mask=place < end, other=0)
         x_rows = x_ptr + (pair // PAIRS_OF_ROW).to(gl.int64)[:, None] * stride_x_row
         x_rows = x_rows + gl.arange(0, STEP, gl.SliceLayout(0, X))[None, :]
         steps = (depth + STEP - 1) // STEP

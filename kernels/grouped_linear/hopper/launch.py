@@ -27,6 +27,7 @@ def launch(
             x if bias is None else bias,
             *plan[:4],
             out,
+            plan.num_pairs,
             num_outputs,
             num_blocks,
             x.shape[1],
@@ -43,6 +44,7 @@ def launch(
             HAS_BIAS=bias is not None,
             IS_MXFP4=is_mxfp4,
             num_warps=4,
+            launch_pdl=True,
         )
 
 

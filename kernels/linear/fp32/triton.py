@@ -13,10 +13,12 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# 7,168 to 256 is 28 slices of 4 tiles: 112 programs for 132 multiprocessors.
+from kernels.backend import is_hopper
+
+# 7,168 to 256 is 28 slices of 4 tiles of 64 rows: 112 programs for 132 multiprocessors.
 SLICE_K = 256
-BLOCK_N = 64
 BLOCK_K = 32
 # How many rows go through the three launches at a time, so that what lies between them stays near the L2 cache.
 CHUNK_ROWS = 1024
@@ -28,18 +30,22 @@ SLICES_AHEAD = 16
 
 @triton.jit
 def transpose_rows(
-    x_ptr, transposed_ptr, num_rows, depth, width, stride_x_row, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
-):
-    """transposed[k, m] = x[m, k], with zeros for m from num_rows to width.
+    x_ptr, transposed_ptr, num_rows, depth, width, stride_x_row,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """transposed[k, m] = x[m, k] in fp32, with zeros for m from num_rows to width.
 
     So lanes with neighbouring rows read neighbouring words of shared memory. From rows as they lie, 16 lanes would meet
     in the same banks, and the loads of a tile would take two to four times as long as its multiply-adds.
     """
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
     k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     source = x_ptr + m.to(tl.int64)[:, None] * stride_x_row + k[None, :]
     x = tl.load(source, mask=(m < num_rows)[:, None] & (k < depth)[None, :], other=0.0)
-    tl.store(transposed_ptr + k[:, None] * width + m[None, :], tl.trans(x), mask=(k < depth)[:, None])
+    tl.store(transposed_ptr + k[:, None] * width + m[None, :], tl.trans(x.to(tl.float32)), mask=(k < depth)[:, None])
 
 
 @triton.jit
@@ -83,11 +89,15 @@ def multiply_slices(
     SLICE_K: tl.constexpr,
     IS_WHOLE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """One tile of one slice into partials [slices, num_outputs, width], or IS_WHOLE: of all into out.
 
     Outputs beyond the edge repeat the last one and are not stored.
     """
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     n_read = tl.minimum(n, num_outputs - 1).to(tl.int64)
@@ -124,8 +134,12 @@ def sum_slices(
     BLOCK_N: tl.constexpr,
     AHEAD: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """The slices of a tile in ascending order; AHEAD of them are loaded before the first is added."""
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     is_inside = (n < num_outputs)[:, None] & (m < num_rows)[None, :]
@@ -141,13 +155,15 @@ def sum_slices(
 
 
 class Tile(NamedTuple):
-    """Rows of a tile, and how many blocks of columns are on their way: few rows wait for weights alone."""
+    """Rows and outputs of a tile, and how many blocks of columns are on their way: few rows wait for weights alone, and
+    tiles of few outputs are more programs that wait at once."""
 
     block_m: int
+    block_n: int
     num_stages: int
 
 
-TILES = (Tile(16, 6), Tile(32, 6), Tile(64, 4))
+TILES = (Tile(16, 16, 6), Tile(32, 32, 6), Tile(64, 64, 4))
 
 
 def tile_for(num_rows: int) -> Tile:
@@ -180,14 +196,16 @@ def launch_slices(
     tile = tile_for(num_rows)
     tiles_m = triton.cdiv(num_rows, tile.block_m)
     width, num_slices = tiles_m * tile.block_m, triton.cdiv(depth, SLICE_K)
-    transposed = x.new_empty((depth, width))
+    overlaps = is_hopper(x.device)
+    options = {"BLOCK_M": tile.block_m, "OVERLAPS": overlaps, "launch_pdl": overlaps}
+    transposed = weight.new_empty((depth, width))
     transpose_rows[(triton.cdiv(depth, 64), tiles_m)](
-        x, transposed, num_rows, depth, width, x.stride(0), BLOCK_M=tile.block_m, BLOCK_K=64
+        x, transposed, num_rows, depth, width, x.stride(0), BLOCK_K=64, **options
     )
     is_whole = num_slices < 2 or 4 * num_slices * num_outputs * width > MAX_PARTIALS_BYTES
-    target = out if is_whole else x.new_empty((num_slices, num_outputs, width))
+    target = out if is_whole else out.new_empty((num_slices, num_outputs, width))
     given_bias, has_bias = weight if bias is None else bias, bias is not None
-    multiply_slices[(triton.cdiv(num_outputs, BLOCK_N), tiles_m, 1 if is_whole else num_slices)](
+    multiply_slices[(triton.cdiv(num_outputs, tile.block_n), tiles_m, 1 if is_whole else num_slices)](
         transposed,
         weight,
         given_bias,
@@ -198,14 +216,14 @@ def launch_slices(
         width,
         weight.stride(0),
         out.stride(0),
-        BLOCK_M=tile.block_m,
-        BLOCK_N=BLOCK_N,
+        BLOCK_N=tile.block_n,
         BLOCK_K=BLOCK_K,
         SLICE_K=SLICE_K,
         IS_WHOLE=is_whole,
         HAS_BIAS=has_bias,
         num_warps=4,
         num_stages=tile.num_stages,
+        **options,
     )
     if not is_whole:
         sum_slices[(triton.cdiv(num_outputs, SUM_BLOCK_N), tiles_m)](
@@ -217,8 +235,8 @@ def launch_slices(
             num_slices,
             width,
             out.stride(0),
-            BLOCK_M=tile.block_m,
             BLOCK_N=SUM_BLOCK_N,
             AHEAD=SLICES_AHEAD,
             HAS_BIAS=has_bias,
+            **options,
         )

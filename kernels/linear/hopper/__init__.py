@@ -34,8 +34,8 @@ def reason_against(x: torch.Tensor, weight: torch.Tensor) -> str | None:
     """Returns why the kernel cannot, or should not, multiply x [num_rows, K] by weight [N, K] transposed, or None."""
     if not is_hopper(x.device):
         return "needs a Hopper GPU"
-    if x.dtype is torch.float32:
-        return "needs 16-bit rows"
+    if weight.dtype is torch.float32:
+        return "needs 16-bit weights"
     if not 0 < x.shape[0] <= MOST_ROWS:
         return f"needs 1 to {MOST_ROWS} rows"
     if weight.shape[0] < LEAST_OUTPUTS:
