@@ -8,16 +8,26 @@ other outputs, from tokens alone. Snapshots go before both.
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.addressing import search_levels
 from kernels.addressing.triton import sequence_of
 from kernels.backend import is_hopper
 from kernels.causal_conv.call import CausalConvCall
-from kernels.causal_conv.rows.triton import activated, convolve_one, convolve_row, leave_columns, load_bias, load_taps
+from kernels.causal_conv.rows.triton import (
+    activated,
+    convolve_one,
+    convolve_row,
+    leave_columns,
+    load_bias,
+    load_constants,
+    load_taps,
+    weighted,
+)
+from kernels.state_slots.triton import slots_of_row
 
-# Channels of a program that serves a row, for each of its warps: 16 bytes of a column for a thread.
-ROW_CHANNELS = 256
+# Channels of a program that serves a row of one token or a snapshot, for each of its warps: 16 bytes of a column for a
+# thread. Half as many make a row's first outputs: with all of them a thread has 120 registers, and 72 like this.
+ONE_CHANNELS, ROW_CHANNELS = 256, 128
 # Tokens of a program that serves a tile, its channels and warps where rows have one token each, where tokens are few
 # and where they are many: on an H200 2,048 tokens of 8,192 channels take 23.7 us with the second and 26.4 with the
 # third, 8,192 tokens 74.7 and 70.1; a copy takes 20.6 and 67.8.
@@ -44,16 +54,18 @@ def load_columns(first, x_ptr, c, ok, num_tokens, stride_x, D_CONV: tl.constexpr
 
 @triton.jit
 def convolve_within_row(
-    first, columns, weights, bias, out_ptr, c, ok,
+    first, begin, end, num_tokens, columns, taps, bias, out_ptr, c, ok,
     C: tl.constexpr, D_CONV: tl.constexpr, SILU: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Outputs of BLOCK_T tokens of one row, none of them its first ones: each column is loaded once."""
+    """Outputs of BLOCK_T tokens of the row from `begin` to `end`, but for its first ones, and zeros behind it: each
+    column is loaded once."""
     out_at = out_ptr + first.to(tl.int64) * C + c
     for j in tl.static_range(BLOCK_T):
-        total = bias
-        for tap in tl.static_range(D_CONV):
-            total = tl.fma(columns[j + tap].to(tl.float32), weights[tap], total)
-        tl.store(out_at + j * C, activated(total, SILU).to(out_ptr.dtype.element_ty), mask=ok)
+        token = first + j
+        total = activated(weighted(columns, taps, bias, j, D_CONV), SILU)
+        total = tl.where(token < end, total, 0.0).to(out_ptr.dtype.element_ty)
+        is_written = (token < num_tokens) & ((token >= end) | (token - begin >= D_CONV - 1))
+        tl.store(out_at + j * C, total, mask=ok & is_written)
 
 
 @triton.jit
@@ -87,23 +99,26 @@ def convolve_tile(
     first, block, x_ptr, weight_ptr, bias_ptr, out_ptr, cu_seqlens_ptr, working_ptr, num_rows, num_tokens, stride_x,
     C: tl.constexpr, D_CONV: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, LEVELS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, MIXED_T: tl.constexpr, DECODES: tl.constexpr,
-    PACKED: tl.constexpr,
+    PACKED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Outputs of BLOCK_T tokens of any rows, but for each row's first ones; zeros behind the last row."""
     c = block * BLOCK_C + tl.arange(0, BLOCK_C)
     ok = c < C
+    taps, bias = load_constants(weight_ptr, bias_ptr, c, ok, D_CONV, HAS_BIAS, PACKED, OVERLAPS)
     if not DECODES:  # on their way while the tile's row is found
         columns = load_columns(first, x_ptr, c, ok, num_tokens, stride_x, D_CONV, BLOCK_T)
-        weights, bias = load_taps(weight_ptr, c, ok, D_CONV, PACKED), load_bias(bias_ptr, c, ok, HAS_BIAS)
-    first_row, first_begin = sequence_of(first + tl.arange(0, 1), cu_seqlens_ptr, num_rows, LEVELS)
+    last_end = tl.load(cu_seqlens_ptr + num_rows)
+    rows, begins = sequence_of(first + tl.arange(0, 1), cu_seqlens_ptr, num_rows, LEVELS)
+    first_row, first_begin = tl.max(rows, 0), tl.max(begins, 0)
     first_end = tl.load(cu_seqlens_ptr + first_row + 1)
-    is_within = (first - first_begin >= D_CONV - 1) & (first + BLOCK_T <= first_end)
-    is_within = is_within & (tl.load(working_ptr + first_row) > 0)
-    if tl.max(is_within.to(tl.int32), 0) > 0:
+    # Of one row, behind which nothing comes in this tile but tokens of no row.
+    is_within = (tl.minimum(first + BLOCK_T, num_tokens) <= first_end) | (first_end == last_end)
+    if is_within & (tl.load(working_ptr + first_row) > 0):
         if DECODES:
             columns = load_columns(first, x_ptr, c, ok, num_tokens, stride_x, D_CONV, BLOCK_T)
-            weights, bias = load_taps(weight_ptr, c, ok, D_CONV, PACKED), load_bias(bias_ptr, c, ok, HAS_BIAS)
-        convolve_within_row(first, columns, weights, bias, out_ptr, c, ok, C, D_CONV, SILU, BLOCK_T)
+        convolve_within_row(
+            first, first_begin, first_end, num_tokens, columns, taps, bias, out_ptr, c, ok, C, D_CONV, SILU, BLOCK_T
+        )
     else:
         end = tl.minimum(first + BLOCK_T, num_tokens)
         if DECODES:  # hardly a tile has something to write: asked once, not in each round
@@ -131,34 +146,45 @@ def convolve(
     MIXED_T: tl.constexpr, DECODES: tl.constexpr, PACKED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Programs of rows come first: what they do takes longest. DECODES: most rows are expected to have one token."""
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
     row_blocks: tl.constexpr = tl.cdiv(C, ROW_C)
     tile_blocks: tl.constexpr = tl.cdiv(C, BLOCK_C)
     program = tl.program_id(0)
     of_rows = num_rows * row_blocks
     if program < of_rows:
         row, block = program // row_blocks, program % row_blocks
-        is_one = False
-        if DECODES:
-            is_one = tl.load(cu_seqlens_ptr + row + 1) - tl.load(cu_seqlens_ptr + row) == 1
-        if is_one:
-            convolve_one(
-                row, block, x_ptr, weight_ptr, bias_ptr, out_ptr, states_ptr, cu_seqlens_ptr, working_ptr, restore_ptr,
-                fresh_ptr, rolling_ptr, stride_x, stride_slot, C, D_CONV, HAS_BIAS, SILU, ROW_C, PACKED,
-            )  # fmt: skip
-        else:
+        c = block * ROW_C + tl.arange(0, ROW_C)
+        ok = c < C
+        taps, bias = load_constants(weight_ptr, bias_ptr, c, ok, D_CONV, HAS_BIAS, PACKED, OVERLAPS)
+        begin = tl.load(cu_seqlens_ptr + row).to(tl.int64)
+        length = (tl.load(cu_seqlens_ptr + row + 1) - begin).to(tl.int32)
+        source, working = slots_of_row(row, working_ptr, restore_ptr, fresh_ptr)
+        rolling = tl.load(rolling_ptr + row).to(tl.int64)
+        if not DECODES:
             convolve_row(
-                row, block, x_ptr, weight_ptr, bias_ptr, out_ptr, states_ptr, cu_seqlens_ptr, working_ptr, restore_ptr,
-                fresh_ptr, rolling_ptr, stride_x, stride_slot, C, D_CONV, PADDED, HAS_BIAS, SILU, ROW_C,
+                begin, length, source, working, rolling, taps, bias, x_ptr, out_ptr, states_ptr, c, ok, stride_x,
+                stride_slot, C, D_CONV, PADDED, SILU,
             )  # fmt: skip
+        elif length == 1:
+            convolve_one(
+                begin, source, working, rolling, taps, bias, x_ptr, out_ptr, states_ptr, c, ok, stride_x, stride_slot,
+                C, D_CONV, SILU,
+            )  # fmt: skip
+        else:  # rare: a half at a time, as all at once would take registers of the programs that have one token
+            HALF: tl.constexpr = ROW_C // 2 if ROW_C > 1 else 1
+            for half in range(2):
+                some = (block * 2 + half) * HALF + tl.arange(0, HALF)
+                is_some = some < C
+                some_taps = load_taps(weight_ptr, some, is_some, D_CONV, PACKED)
+                convolve_row(
+                    begin, length, source, working, rolling, some_taps, load_bias(bias_ptr, some, is_some, HAS_BIAS),
+                    x_ptr, out_ptr, states_ptr, some, is_some, stride_x, stride_slot, C, D_CONV, PADDED, SILU,
+                )  # fmt: skip
     else:
         tile = program - of_rows
         convolve_tile(
             tile // tile_blocks * BLOCK_T, tile % tile_blocks, x_ptr, weight_ptr, bias_ptr, out_ptr, cu_seqlens_ptr,
             working_ptr, num_rows, num_tokens, stride_x, C, D_CONV, HAS_BIAS, SILU, LEVELS, BLOCK_T, BLOCK_C,
-            MIXED_T, DECODES, PACKED,
+            MIXED_T, DECODES, PACKED, OVERLAPS,
         )  # fmt: skip
 
 
@@ -175,17 +201,18 @@ def launch(call: CausalConvCall, out: torch.Tensor) -> None:
     # that would cost more than it brings: 77 us instead of 73 for 8,192 tokens on an H200.
     decodes = num_tokens <= num_rows
     tile_channels, warps = DECODE_TILE if decodes else FEW_TILE if num_tokens < MANY_TOKENS else MANY_TILE
-    row_channels, tile_channels = (
-        min(size, triton.next_power_of_2(channels)) for size in (ROW_CHANNELS * warps, tile_channels)
+    one_channels, row_channels, tile_channels = (
+        min(size, triton.next_power_of_2(channels))
+        for size in (ONE_CHANNELS * warps, (ONE_CHANNELS if decodes else ROW_CHANNELS) * warps, tile_channels)
     )
     padded, overlaps = triton.next_power_of_2(call.d_conv - 1), is_hopper(x.device)
     strides = (x.stride(0), states.stride(0))
     begins = (call.cu_seqlens_q, slots.working, slots.restore, slots.fresh)
     with torch.cuda.device_of(x):
         if slots.num_leaves:
-            leave_columns[(slots.num_leaves, triton.cdiv(channels, row_channels))](
+            leave_columns[(slots.num_leaves, triton.cdiv(channels, one_channels))](
                 x, states, *begins, slots.leave_row, slots.leave_tokens, slots.leave_slot, *strides,
-                C=channels, CARRIED=call.d_conv - 1, PADDED=padded, BLOCK_C=row_channels, OVERLAPS=overlaps,
+                C=channels, CARRIED=call.d_conv - 1, PADDED=padded, BLOCK_C=one_channels, OVERLAPS=overlaps,
                 num_warps=warps, launch_pdl=overlaps,
             )  # fmt: skip
         tiles = triton.cdiv(num_tokens, TILE_TOKENS) * triton.cdiv(channels, tile_channels)

@@ -36,14 +36,22 @@ def test_convolutions(values: str, channels: int, d_conv: int) -> None:
         "MIXED_T": conv.MIXED_TOKENS, "PACKED": values == "bf16" and d_conv == 4,
         "OVERLAPS": True,
     }  # fmt: skip
-    for tile in (conv.DECODE_TILE, conv.FEW_TILE, conv.MANY_TILE):
-        block, warps = tile
-        options = {"ROW_C": conv.ROW_CHANNELS * warps, "BLOCK_C": block, "DECODES": tile == conv.DECODE_TILE}
+    for block, warps in (conv.DECODE_TILE, conv.FEW_TILE, conv.MANY_TILE):
+        decodes = (block, warps) == conv.DECODE_TILE
+        row = (conv.ONE_CHANNELS if decodes else conv.ROW_CHANNELS) * warps
+        options = {"ROW_C": row, "BLOCK_C": block, "DECODES": decodes}
         built = compile_for_hopper(conv.convolve, {**constants, **options}, warps, kinds(values, **SLOTS))
-        check_waits(built)
-        assert not built.spills and "ld.global.v4" in built.ptx and "st.global.v4" in built.ptx
+        *befores, _ = built.ptx.split("griddepcontrol.wait")
+        assert len(befores) == 2, "programs of rows and of tiles"
+        for before in befores:
+            reads = before.rpartition("$L__BB")[2].count("ld.global")
+            assert 0 < reads <= (5 if constants["PACKED"] else 8 * d_conv + 2), "weights alone"
+        assert "st.global" not in befores[0]
+        width = "v4" if decodes or values == "fp32" else "v2"
+        assert not built.spills and f"ld.global.{width}" in built.ptx and f"st.global.{width}" in built.ptx
         assert ("ld.global.v2.b64" in built.ptx) is constants["PACKED"], "two channels' weights at a time"
-        left = {**shared, "CARRIED": d_conv - 1, "BLOCK_C": conv.ROW_CHANNELS * warps, "OVERLAPS": True}
+    for warps in {conv.DECODE_TILE[1], conv.FEW_TILE[1]}:
+        left = {**shared, "CARRIED": d_conv - 1, "BLOCK_C": conv.ONE_CHANNELS * warps, "OVERLAPS": True}
         built = compile_for_hopper(leave_columns, left, warps, kinds(values, **SLOTS))
         check_waits(built)
         assert not built.spills and "ld.global.v4" in built.ptx and "st.global.v4" in built.ptx

@@ -8,18 +8,6 @@ from kernels.state_slots.triton import slots_of_row
 
 
 @triton.jit
-def column(
-    place, x_ptr, states_ptr, begin, source, c, ok, stride_x, stride_slot, C: tl.constexpr, CARRIED: tl.constexpr
-):
-    """Returns column `place` of a row: CARRIED of its state, then its tokens; zeros where it carries none."""
-    if place < CARRIED:
-        value = tl.load(states_ptr + source * stride_slot + place * C + c, mask=ok & (source > 0), other=0.0)
-    else:
-        value = tl.load(x_ptr + (begin + place - CARRIED) * stride_x + c, mask=ok, other=0.0)
-    return value
-
-
-@triton.jit
 def columns_after(
     tokens, x_ptr, states_ptr, begin, source, c, ok, stride_x, stride_slot, C: tl.constexpr, CARRIED: tl.constexpr,
     PADDED: tl.constexpr,
@@ -65,6 +53,19 @@ def load_taps(weight_ptr, c, ok, D_CONV: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
+def load_constants(
+    weight_ptr, bias_ptr, c, ok,
+    D_CONV: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Returns the channels' taps and bias, which are loaded while the launch before this one ends; waits for that."""
+    taps, bias = load_taps(weight_ptr, c, ok, D_CONV, PACKED), load_bias(bias_ptr, c, ok, HAS_BIAS)
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
+    return taps, bias
+
+
+@triton.jit
 def activated(total, SILU: tl.constexpr):
     if SILU:
         total = total / (1.0 + tl.exp(-total))
@@ -85,12 +86,12 @@ def leave_columns(
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     ok = c < C
     slot = tl.load(leave_slot_ptr + entry).to(tl.int64)
+    row = tl.load(leave_row_ptr + entry)
+    tokens = tl.load(leave_tokens_ptr + entry)
     if slot > 0:
-        row = tl.load(leave_row_ptr + entry)
-        tokens = tl.load(leave_tokens_ptr + entry)
         source, working = slots_of_row(row, working_ptr, restore_ptr, fresh_ptr)
+        begin = tl.load(cu_seqlens_ptr + row).to(tl.int64)
         if working > 0:
-            begin = tl.load(cu_seqlens_ptr + row).to(tl.int64)
             columns, at, is_column = columns_after(
                 tokens, x_ptr, states_ptr, begin, source, c, ok, stride_x, stride_slot, C, CARRIED, PADDED
             )
@@ -98,29 +99,27 @@ def leave_columns(
 
 
 @triton.jit
+def weighted(columns, taps, bias, FIRST: tl.constexpr, D_CONV: tl.constexpr):
+    """Returns the sum of D_CONV columns from FIRST on, oldest first, each times its tap."""
+    total = bias
+    for tap in tl.static_range(D_CONV):
+        total = tl.fma(columns[FIRST + tap].to(tl.float32), taps[tap], total)
+    return total
+
+
+@triton.jit
 def convolve_one(
-    row, block, x_ptr, weight_ptr, bias_ptr, out_ptr, states_ptr, cu_seqlens_ptr,
-    working_ptr, restore_ptr, fresh_ptr, rolling_ptr, stride_x, stride_slot,
-    C: tl.constexpr, D_CONV: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, BLOCK_C: tl.constexpr,
-    PACKED: tl.constexpr,
+    token, source, working, rolling, taps, bias, x_ptr, out_ptr, states_ptr, c, ok, stride_x, stride_slot,
+    C: tl.constexpr, D_CONV: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """The output and the new state of a row of one token: what convolve_row makes, each column loaded once."""
-    c = block * BLOCK_C + tl.arange(0, BLOCK_C)
-    ok = c < C
-    taps = load_taps(weight_ptr, c, ok, D_CONV, PACKED)
-    total = load_bias(bias_ptr, c, ok, HAS_BIAS)
-    token = tl.load(cu_seqlens_ptr + row).to(tl.int64)
-    source, working = slots_of_row(row, working_ptr, restore_ptr, fresh_ptr)
-    rolling = tl.load(rolling_ptr + row).to(tl.int64)
     is_real = ok & (working > 0)
     window = ()
     for tap in tl.static_range(D_CONV - 1):
         at = states_ptr + source * stride_slot + tap * C + c
         window += (tl.load(at, mask=is_real & (source > 0), other=0.0),)  # type: ignore[assignment]
     window += (tl.load(x_ptr + token * stride_x + c, mask=is_real, other=0.0),)  # type: ignore[assignment]
-    for tap in tl.static_range(D_CONV):
-        total = tl.fma(window[tap].to(tl.float32), taps[tap], total)
-    total = tl.where(working > 0, activated(total, SILU), 0.0)
+    total = tl.where(working > 0, activated(weighted(window, taps, bias, 0, D_CONV), SILU), 0.0)
     tl.store(out_ptr + token * C + c, total.to(out_ptr.dtype.element_ty), mask=ok)
     tl.debug_barrier()  # some thread may write what another one reads
     for tap in tl.static_range(D_CONV - 1):
@@ -131,36 +130,26 @@ def convolve_one(
 
 @triton.jit
 def convolve_row(
-    row, block, x_ptr, weight_ptr, bias_ptr, out_ptr, states_ptr, cu_seqlens_ptr,
-    working_ptr, restore_ptr, fresh_ptr, rolling_ptr, stride_x, stride_slot,
-    C: tl.constexpr, D_CONV: tl.constexpr, PADDED: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    begin, length, source, working, rolling, taps, bias, x_ptr, out_ptr, states_ptr, c, ok, stride_x, stride_slot,
+    C: tl.constexpr, D_CONV: tl.constexpr, PADDED: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """A row's first outputs, then its new state."""
+    """A row's first outputs, then its new state. All columns are on their way before the first is used: one after the
+    other, 16 tokens of 12,288 channels took 7.5 us of an H200."""
     CARRIED: tl.constexpr = D_CONV - 1
-    c = block * BLOCK_C + tl.arange(0, BLOCK_C)
-    ok = c < C
-    begin = tl.load(cu_seqlens_ptr + row).to(tl.int64)
-    length = (tl.load(cu_seqlens_ptr + row + 1) - begin).to(tl.int32)
-    source, working = slots_of_row(row, working_ptr, restore_ptr, fresh_ptr)
-    bias = load_bias(bias_ptr, c, ok, HAS_BIAS)
+    is_real = ok & (working > 0)
+    window = ()
+    for place in tl.static_range(CARRIED):
+        at = states_ptr + source * stride_slot + place * C + c
+        window += (tl.load(at, mask=is_real & (source > 0), other=0.0),)  # type: ignore[assignment]
     for j in tl.static_range(CARRIED):
-        if j < length:
-            total = bias
-            if working > 0:
-                for tap in tl.static_range(D_CONV):
-                    value = column(j + tap, x_ptr, states_ptr, begin, source, c, ok, stride_x, stride_slot, C, CARRIED)
-                    weight = tl.load(weight_ptr + c * D_CONV + tap, mask=ok, other=0.0)
-                    total = tl.fma(value.to(tl.float32), weight.to(tl.float32), total)
-                total = activated(total, SILU)
-            else:
-                total = tl.zeros_like(total)
-            tl.store(out_ptr + (begin + j) * C + c, total.to(out_ptr.dtype.element_ty), mask=ok)
-    if working > 0:
-        rolling = tl.load(rolling_ptr + row).to(tl.int64)
-        columns, at, is_column = columns_after(
-            length, x_ptr, states_ptr, begin, source, c, ok, stride_x, stride_slot, C, CARRIED, PADDED
-        )
-        tl.debug_barrier()  # some thread may write what another one reads
-        tl.store(states_ptr + working * stride_slot + at, columns, mask=is_column)
-        tl.store(states_ptr + rolling * stride_slot + at, columns, mask=is_column & (rolling > 0))
+        at = x_ptr + (begin + j) * stride_x + c
+        window += (tl.load(at, mask=is_real & (j < length), other=0.0),)  # type: ignore[assignment]
+    columns, at, is_column = columns_after(
+        length, x_ptr, states_ptr, begin, source, c, is_real, stride_x, stride_slot, C, CARRIED, PADDED
+    )
+    for j in tl.static_range(CARRIED):
+        total = tl.where(working > 0, activated(weighted(window, taps, bias, j, D_CONV), SILU), 0.0)
+        tl.store(out_ptr + (begin + j) * C + c, total.to(out_ptr.dtype.element_ty), mask=ok & (j < length))
+    tl.debug_barrier()  # some thread may write what another one reads
+    tl.store(states_ptr + working * stride_slot + at, columns, mask=is_column)
+    tl.store(states_ptr + rolling * stride_slot + at, columns, mask=is_column & (rolling > 0))
