@@ -24,17 +24,20 @@ before Triton was imported:
     each call of a jitted function patches the language again,   once a launch
     and each operation makes its shapes and tables of types      once each
     anew: another quarter of the time
+    each sum of two scalars goes the same long way through       short ways for plain operands
+    types, conversions and checks: half of what was left         (interpreter_arithmetic.py)
 """
 
 from collections.abc import Callable
 from functools import cache
-from math import prod
 from typing import Any
 
 import numpy as np
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
 
+from tests.kernels.interpreter_arithmetic import as_tensor, constant_shape, quick_ways
+from tests.kernels.interpreter_formats import E4M3_VALUES, round_to_bf16, round_to_e4m3, widen_bf16
 from tests.kernels.interpreter_loops import reduce_slices, scan_slices, sort_rows
 from tests.kernels.interpreter_operands import unless_alike, unless_plain, unless_same, unless_tensor
 
@@ -52,7 +55,7 @@ def mend() -> None:
     builder = interpreter.InterpreterBuilder
     interpreter._patch_lang_tensor = _with_scalar_index(interpreter._patch_lang_tensor)
     interpreter._patch_lang = _once_a_launch(interpreter._patch_lang)
-    interpreter._patch_attr = _patch_attribute
+    interpreter._patch_attr = patched_by(quick_ways())
     tl.dtype.__eq__ = unless_same(tl.dtype.__eq__)
     tl.core._unwrap_if_constexpr = unless_tensor(tl.core._unwrap_if_constexpr)
     interpreter._get_np_dtype = _looked_up_once(interpreter._get_np_dtype)
@@ -65,6 +68,7 @@ def mend() -> None:
     tl.sort = sort_rows
     semantic = type(interpreter.interpreter_semantic)
     semantic.binary_op_sanitize_overflow_impl = _tell_overflow
+    semantic.to_tensor = as_tensor(semantic.to_tensor)
     semantic.broadcast_impl_value = unless_alike(semantic.broadcast_impl_value)
     semantic.binary_op_type_checking_impl = unless_plain(semantic.binary_op_type_checking_impl)
     tl.block_type.__init__ = _with_known_shapes(tl.block_type.__init__)
@@ -97,14 +101,27 @@ def _once_a_launch(patch: Callable[..., Any]) -> Callable[..., Any]:
     return patched
 
 
-def _patch_attribute(scope_of: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+def patched_by(ways: dict[Any, Any]) -> Callable[..., None]:
+    """Returns what replaces an attribute of the language, with a quick way before it if there is one."""
+
+    @cache
+    def replacement(member: Any) -> Any:
+        return ways[member](with_semantic(member)) if member in ways else with_semantic(member)
+
+    def patched(scope_of: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        scope.set_attr(scope_of, name, replacement(member))
+
+    return patched
+
+
+def with_semantic(member: Callable[..., Any]) -> Callable[..., Any]:
     semantic = interpreter.interpreter_semantic
 
-    def with_semantic(*args: Any, **more: Any) -> Any:
+    def called(*args: Any, **more: Any) -> Any:
         more["_semantic"] = semantic
         return member(*args, **more)
 
-    scope.set_attr(scope_of, name, with_semantic)
+    return called
 
 
 def _looked_up_once(get: Callable[..., Any]) -> Callable[..., Any]:
@@ -147,12 +164,7 @@ def _with_known_shapes(make: Callable[..., None]) -> Callable[..., None]:
 
 def _make_tensor(self: Any, handle: Any, type: Any) -> None:
     self.handle, self.type, self.dtype = handle, type, type.scalar
-    self.shape, self.numel = _constant_shape(tuple(type.shape) if type.is_block() else ())
-
-
-@cache
-def _constant_shape(sizes: tuple[int, ...]) -> tuple[Any, Any]:
-    return tl.core.tuple([tl.constexpr(size) for size in sizes]), tl.constexpr(prod(sizes))
+    self.shape, self.numel = constant_shape(tuple(type.shape) if type.is_block() else ())
 
 
 def _with_rounding(convert: Callable[..., Any]) -> Callable[..., Any]:
@@ -160,9 +172,11 @@ def _with_rounding(convert: Callable[..., Any]) -> Callable[..., Any]:
 
     def converted(data: Any, source: Any, target: Any, rounding: Any) -> Any:
         if source == tl.float32 and target == tl.bfloat16 and rounding in nearest_even:
-            return _round_to_bf16(data)
+            return round_to_bf16(data)
         if source == tl.float32 and target == tl.float8e4nv and rounding in nearest_even:
-            return _round_to_e4m3(data)
+            return round_to_e4m3(data)
+        if source == tl.bfloat16 and target == tl.float32:
+            return widen_bf16(data)
         if source == tl.float8e4nv and target == tl.float32:
             return E4M3_VALUES[data]
         return convert(data, source, target, rounding)
@@ -170,39 +184,9 @@ def _with_rounding(convert: Callable[..., Any]) -> Callable[..., Any]:
     return converted
 
 
-def _round_to_bf16(data: Any) -> Any:
-    bits = np.ascontiguousarray(data, dtype=np.float32).view(np.uint32)
-    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    return np.where(np.isnan(bits.view(np.float32)), np.uint16(0x7FC0), rounded)
-
-
-def _e4m3_values() -> Any:
-    """What each code means: sign, 4 bits of exponent with bias 7, 3 of mantissa; the last code of a sign is NaN."""
-    code = np.arange(256)
-    exponent, mantissa = (code >> 3) & 15, code & 7
-    size = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10.0))
-    size[127::128] = np.nan
-    return np.where(code < 128, size, -size).astype(np.float32)
-
-
-E4M3_VALUES = _e4m3_values()
-# Above midpoint i lies code i + 1.
-E4M3_MIDPOINTS = (E4M3_VALUES[:126] + E4M3_VALUES[1:127]) / 2
-
-
-def _round_to_e4m3(data: Any) -> Any:
-    data = np.ascontiguousarray(data, dtype=np.float32)
-    size = np.abs(data)
-    below = np.searchsorted(E4M3_MIDPOINTS, size, side="left")
-    above = np.searchsorted(E4M3_MIDPOINTS, size, side="right")
-    code = np.where(below % 2 == 0, below, above)  # a midpoint goes to the even code of its two
-    code = np.where(np.isnan(data), 127, code)
-    return (code + 128 * np.signbit(data)).astype(np.uint8)
-
-
 def _widened(handle: Any) -> Any:
     if handle.dtype.scalar == tl.bfloat16:
-        return (handle.data.astype(np.uint32) << 16).view(np.float32)
+        return widen_bf16(handle.data)
     return handle.data
 
 

@@ -36,8 +36,6 @@ PARTS = (
         "causal_conv",
         "copy_states",
         "head_linear",
-    ),
-    (
         "rotate_append_kv",
         "rotate_append_latent",
         "rotate_append_index",
@@ -70,8 +68,6 @@ PARTS = (
         "grouped_linear",
         "grouped_linear_stored",
         "combine_experts",
-    ),
-    (
         "prefill_attention",
         "prefill_options",
         "decode_attention",
