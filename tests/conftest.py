@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -94,7 +95,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     groups = {item: _group(item) for item in items}
     ranks = {name: rank for rank, name in enumerate(LONGEST_FIRST)}
     last = len(ranks) + 1
-    items.sort(key=lambda item: ranks.get(groups[item], ranks.get(_file(item), last - 1 if groups[item] else last)))
+
+    def rank(item: pytest.Item) -> int:
+        return ranks.get(groups[item], ranks.get(_file(item.path), last - 1 if groups[item] else last))
+
+    items.sort(key=rank)
     for item, group in groups.items():
         if group and not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(group))
@@ -113,8 +118,15 @@ def _group(item: pytest.Item) -> str:
     shared = SHARED_SERVICES.get(item.path.parent.name, "")
     if shared in getattr(item, "fixturenames", ()):
         return shared
-    return "" if any(item.path.match(pattern) for pattern in SINGLE_TESTS) else _file(item)
+    return "" if _has_single_tests(item.path) else _file(item.path)
 
 
-def _file(item: pytest.Item) -> str:
-    return str(item.path.relative_to(HERE))
+# Thousands of tests have few files.
+@cache
+def _has_single_tests(path: Path) -> bool:
+    return any(path.match(pattern) for pattern in SINGLE_TESTS)
+
+
+@cache
+def _file(path: Path) -> str:
+    return str(path.relative_to(HERE))

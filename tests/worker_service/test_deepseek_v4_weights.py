@@ -15,7 +15,6 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from kernels.grouped_linear import Mxfp4Experts, dequantised
 from tests.worker_service.cuda_device import NEEDS_CUDA, prepared_cuda
@@ -173,6 +172,8 @@ def test_weights_are_exactly_what_the_format_says(published: Published, dtype: t
 @pytest.mark.parametrize("name", ["layers.2.ffn.experts.5.w1", "layers.1.attn.indexer.wq_b"])
 def test_weights_are_read_as_transformers_does(published: Published, name: str) -> None:
     """Those without blocks that are cut short, which its reader does not know."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
     stored, source = load_file(published.folder / WEIGHTS), opened(published.folder, torch.bfloat16)
     codes, scales = stored[f"{name}.weight"], stored[f"{name}.scale"]
     wanted = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.bfloat16)

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.worker_service.model_kit import CPU, MODELS, PAGE, Bench, Part, make_reference, random_tokens
 from worker_service.core.errors import ModelError
@@ -68,6 +66,8 @@ def test_fp8_blocks_may_be_cut_short_at_the_edges(shape: tuple[int, int], dtype:
 
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
 def test_fp8_blocks_are_read_as_transformers_does(scale_dtype: torch.dtype) -> None:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
     codes, scales = quantised(torch.randn(3 * BLOCK, 2 * BLOCK, generator=torch.Generator().manual_seed(1)))
     scales = scales.to(scale_dtype)
     wanted = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.bfloat16)
@@ -203,6 +203,8 @@ def opened(folder: Path, weight_format: WeightFormat, **shapes: tuple[int, ...])
 
 def test_mxfp4_experts_are_read_as_transformers_does(tmp_path: Path) -> None:
     """By the names of gpt-oss, beside biases, which are plain."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
     experts, rows, columns = 3, 10, 64
     stored = mxfp4_experts(1, experts, rows, columns // 32)
     bias = torch.randn(experts, rows).bfloat16()
@@ -219,6 +221,8 @@ def test_a_gpt_oss_folder_in_mxfp4_gives_the_logits_of_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sizes of whole blocks; the reference gets the values that transformers reads from the same blocks."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
     family, fields = MODELS["gpt-oss"]
     sizes = {**fields, "hidden_size": 64, "intermediate_size": 32}
     monkeypatch.setitem(MODELS, "gpt-oss-mxfp4", (family, sizes))
