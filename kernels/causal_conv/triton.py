@@ -8,6 +8,7 @@ other outputs, from tokens alone. Snapshots go before both.
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.addressing import search_levels
 from kernels.addressing.triton import sequence_of
@@ -104,9 +105,15 @@ def convolve_tile(
     """Outputs of BLOCK_T tokens of any rows, but for each row's first ones; zeros behind the last row."""
     c = block * BLOCK_C + tl.arange(0, BLOCK_C)
     ok = c < C
-    taps, bias = load_constants(weight_ptr, bias_ptr, c, ok, D_CONV, HAS_BIAS, PACKED, OVERLAPS)
-    if not DECODES:  # on their way while the tile's row is found
+    if DECODES:
+        taps, bias = load_constants(weight_ptr, bias_ptr, c, ok, D_CONV, HAS_BIAS, PACKED, OVERLAPS)
+    else:
+        # Columns first, on their way while the tile's row is found: taps before them cost 2,048 tokens 10 % on an H200.
+        if OVERLAPS:
+            gdc_launch_dependents()
+            gdc_wait()
         columns = load_columns(first, x_ptr, c, ok, num_tokens, stride_x, D_CONV, BLOCK_T)
+        taps, bias = load_taps(weight_ptr, c, ok, D_CONV, PACKED), load_bias(bias_ptr, c, ok, HAS_BIAS)
     last_end = tl.load(cu_seqlens_ptr + num_rows)
     rows, begins = sequence_of(first + tl.arange(0, 1), cu_seqlens_ptr, num_rows, LEVELS)
     first_row, first_begin = tl.max(rows, 0), tl.max(begins, 0)

@@ -16,14 +16,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.backend import is_hopper
 from kernels.grouped_linear.plan import ExpertPlan
 
-# Pairs that are one chunk: few sizes, since each is compiled.
-ONE_CHUNK = (128, 512)
-# Pairs of each of many chunks, and from how many on there are larger ones: a program reads the counts of all.
-CHUNK, LARGE_CHUNK, MANY_PAIRS = 256, 512, 32768
+# Pairs of a chunk: few sizes, since each is compiled. The smallest if that is all of them; the largest for many, as a
+# program reads the counts of all chunks.
+SMALL_CHUNK, CHUNK, LARGE_CHUNK, MANY_PAIRS = 128, 256, 512, 32768
 # Chunks whose counts are loaded at once.
 CHUNKS_AHEAD = 8
-# Pairs that a chunk's are compared with at once.
-COMPARED = 8
+# Pairs that are compared with each other at once. Each time is a wait for memory and for other warps: with 8 by 512, 512
+# pairs took 20 us on an H200; with 256 by 256 they would not fit into registers.
+COMPARED = 128 * 128
 
 
 @triton.jit
@@ -72,12 +72,12 @@ def _sums(counts_ptr, chunk, num_chunks, E: tl.constexpr, BLOCK_E: tl.constexpr,
 def _places_in_chunk(ids_ptr, ids, first, num_pairs, CHUNK: tl.constexpr, COMPARED: tl.constexpr):
     """Returns how many pairs of the same expert the chunk has before each of its pairs."""
     within = tl.arange(0, CHUNK)[None, :]
-    found = tl.zeros((COMPARED, CHUNK), tl.int32)
+    found = tl.zeros((CHUNK,), tl.int32)
     for begin in range(0, CHUNK, COMPARED):
         other = begin + tl.arange(0, COMPARED)
         other_ids = tl.load(ids_ptr + first + other, mask=first + other < num_pairs, other=-1)
-        found += ((other_ids[:, None] == ids[None, :]) & (other[:, None] < within)).to(tl.int32)
-    return tl.sum(found, 0)
+        found += tl.sum(((other_ids[:, None] == ids[None, :]) & (other[:, None] < within)).to(tl.int32), 0)
+    return found
 
 
 @triton.jit
@@ -137,8 +137,9 @@ def place_pairs(
 
 def chunk_for(num_pairs: int) -> int:
     """Returns how many pairs a chunk has."""
-    many = LARGE_CHUNK if num_pairs >= MANY_PAIRS else CHUNK
-    return next((size for size in ONE_CHUNK if size >= num_pairs), many)
+    if num_pairs <= SMALL_CHUNK:
+        return SMALL_CHUNK
+    return LARGE_CHUNK if num_pairs >= MANY_PAIRS else CHUNK
 
 
 def launch(expert_ids: torch.Tensor, plan: ExpertPlan) -> None:
@@ -162,7 +163,7 @@ def launch(expert_ids: torch.Tensor, plan: ExpertPlan) -> None:
             plan.tile_rows,
             IS_ONE=num_chunks == 1,
             AHEAD=CHUNKS_AHEAD,
-            COMPARED=COMPARED,
+            COMPARED=COMPARED // chunk,
             **sizes,
             **options,
         )

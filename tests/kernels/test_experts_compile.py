@@ -140,13 +140,13 @@ def test_products_with_stored_weights_on_hopper(name: str, rows: int) -> None:
     assert 2 * built.shared_bytes <= SHARED_BYTES
 
 
-@pytest.mark.parametrize("num_pairs", [100, 500, 600, 40_000])
+@pytest.mark.parametrize("num_pairs", [100, 200, 600, 40_000])
 def test_plans(num_pairs: int) -> None:
     from kernels.grouped_linear import plan_triton as plan
 
     chunk = plan.chunk_for(num_pairs)
     sizes = {"E": 500, "BLOCK_E": 512, "CHUNK": chunk, "OVERLAPS": True}
-    steps = {"IS_ONE": num_pairs <= chunk, "AHEAD": plan.CHUNKS_AHEAD, "COMPARED": plan.COMPARED}
+    steps = {"IS_ONE": num_pairs <= chunk, "AHEAD": plan.CHUNKS_AHEAD, "COMPARED": plan.COMPARED // chunk}
     num_warps = 4 if chunk < plan.CHUNK else 8
     counted = compile_for_hopper(plan.count_pairs, sizes, num_warps, kinds("i32"))
     placed = compile_for_hopper(plan.place_pairs, sizes | steps, num_warps, kinds("i32"))

@@ -13,7 +13,6 @@ import torch
 from kernels.backend import Backend
 from kernels.linear import packed_weight
 from kernels.softcap_logits import softcap_logits
-from worker_service.model.beside import Beside
 from worker_service.model.families import family_of
 from worker_service.model.layer_weights import LayerWeights, Linear
 from worker_service.model.make_mixer import Mixer, make_mixer
@@ -65,7 +64,6 @@ class Decoder:
         self.spec = spec
         self.device = device
         self.backend = backend
-        self._beside = Beside(device)
         self._embeddings, norm, head = _take_ends(source, spec)
         # Tied and packed, the matrix is there twice: rows of embeddings are read from the plain one.
         self._head = Linear(packed_weight(self._embeddings if head is None else head, backend), None)
@@ -85,7 +83,7 @@ class Decoder:
         self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention, states: States, gemm: Gemm
     ) -> torch.Tensor:
         """Returns the hidden states behind the final norm."""
-        step = Step(token_ids, positions, attention, states, gemm, self._beside)
+        step = Step(token_ids, positions, attention, states, gemm)
         hidden = self._embeddings[token_ids]
         if self._scale != 1.0:
             hidden = hidden * self._scale

@@ -12,7 +12,6 @@ from kernels.gates import times_sigmoid
 from kernels.linear import packed_weight
 from kernels.rms_norm import rms_norm
 from worker_service.model.attention_specs import AttentionSpec, LatentSpec
-from worker_service.model.beside import Beside
 from worker_service.model.kv_scales import KvScales, kv_scales
 from worker_service.model.layer_weights import AttentionWeights, LatentWeights, Linear
 from worker_service.model.norms import stored_norm
@@ -173,7 +172,6 @@ class Step(NamedTuple):
     attention: Attention
     states: States
     gemm: Gemm
-    beside: Beside
 
 
 def packed(linear: Linear, backend: Backend) -> Linear:

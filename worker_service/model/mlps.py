@@ -81,21 +81,16 @@ class MoeMlp:
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         spec, backend, gemm = self._spec, self._backend, step.gemm
-        shared, gate = None, None
-        if self._shared is not None:
-            with step.beside():
-                shared = self._shared(x, step)
         logits = gemm(x, self._router)
-        if spec.shared_gate:
-            gate = logits[:, spec.num_experts, None]
         routing = self._routing(logits[:, : spec.num_experts], step.token_ids)
         plan = plan_experts(routing.expert_ids, spec.num_experts, backend=backend)
         given = gemm(x, self._latents[0]) if self._latents else x
         inner = grouped_linear(given, self._gate_up, plan, self._gate_up_bias, backend=backend)
         inner = activated(inner, spec.activation, backend)
         rows = grouped_linear(inner, self._down, plan, self._down_bias, backend=backend)
-        step.beside.join()
+        shared = None if self._shared is None else self._shared(x, step)
         if not self._latents:
+            gate = logits[:, spec.num_experts, None] if spec.shared_gate else None
             return combine_experts(rows, routing.weights, shared, gate, backend=backend)
         out = gemm(combine_experts(rows, routing.weights, backend=backend), self._latents[1])
         return out if shared is None else out + shared

@@ -114,17 +114,13 @@ class GatedDeltaMixer:
         channels, gate, beta, decay = made.split_with_sizes(
             [spec.channels, heads * spec.value_dim, heads, heads], dim=-1
         )
-        with step.beside():
-            g, betas = delta_gates(decay, beta, self._decay_bias, self._decay, backend=self._backend)
         mixed = step.states.convolve(self._number, channels, self._taps)
-        step.beside.join()
         q, k, v = mixed.split_with_sizes([keys, keys, heads * spec.value_dim], dim=-1)
         rows = GatedDeltaRows(
             q.view(-1, spec.num_k_heads, spec.key_dim),
             k.view(-1, spec.num_k_heads, spec.key_dim),
             v.view(-1, heads, spec.value_dim),
-            g,
-            betas,
+            *delta_gates(decay, beta, self._decay_bias, self._decay, backend=self._backend),
         )
         out = step.states.gated_delta(self._number, rows)
         return step.gemm(gated_rms_norm(out, self._norm, self._eps, gate, backend=self._backend), self._output)
@@ -153,14 +149,14 @@ class KimiDeltaMixer:
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         spec, made = self._spec, step.gemm(x, self._inner)
         channels, decay, gate, beta = made.split_with_sizes([spec.channels, spec.rank, spec.rank, spec.num_heads], 1)
-        with step.beside():
-            decays, logits = step.gemm(decay, self._decay_up), step.gemm(gate, self._gate_up)
-            g, betas = delta_gates(decays, beta, self._decay_bias, self._decay, backend=self._backend)
+        g, betas = delta_gates(
+            step.gemm(decay, self._decay_up), beta, self._decay_bias, self._decay, backend=self._backend
+        )
         mixed = step.states.convolve(self._number, channels, self._taps)
-        step.beside.join()
         heads = (-1, spec.num_heads, spec.head_dim)
         q, k, v = (part.view(heads) for part in mixed.chunk(3, dim=1))
         out = step.states.gated_delta(self._number, GatedDeltaRows(q, k, v, g.view(heads), betas))
+        logits = step.gemm(gate, self._gate_up)
         normed = gated_rms_norm(out, self._norm, self._eps, logits, silu=False, backend=self._backend)
         return step.gemm(normed, self._output)
 
