@@ -22,15 +22,16 @@ def check(manager: CacheManager) -> None:
     for worker_id, worker in manager.workers.items():
         cache = worker.cache
         where = f"worker {worker_id}"
-        _check_shape(cache, where)
-        _check_pins(cache, where)
+        nodes = list(nodes_of(cache))
+        _check_shape(cache, nodes, where)
+        _check_pins(cache, nodes, where)
         _check_leases(cache, where)
         _check_late(cache, where)
         for number in cache.pools:
-            _check_full_pool(cache, cache.groups[number], f"{where}, group {number}")
+            _check_full_pool(cache, nodes, cache.groups[number], f"{where}, group {number}")
         for sparse in cache.sparse:
-            _check_sparse_pool(cache, sparse, f"{where}, group {sparse.number}")
-        _check_hashes(cache, where)
+            _check_sparse_pool(cache, nodes, sparse, f"{where}, group {sparse.number}")
+        _check_hashes(cache, nodes, where)
         cache.kept.check()
     num_bytes = sum(worker.cache.leases.num_bytes for worker in manager.workers.values())
     assert manager.lease_bytes.num_bytes == num_bytes, "bytes of all workers' leases"
@@ -46,10 +47,10 @@ def nodes_of(cache: DeviceCache) -> Iterator[Node]:
             yield node
 
 
-def _check_shape(cache: DeviceCache, where: str) -> None:
+def _check_shape(cache: DeviceCache, nodes: list[Node], where: str) -> None:
     tree, size = cache.tree, cache.layout.page_key_bytes
     num_nodes = evictable = 0
-    for node in nodes_of(cache):
+    for node in nodes:
         parent = node.parent
         assert parent is not None
         pages = len(node.key) // size
@@ -72,13 +73,13 @@ def _check_shape(cache: DeviceCache, where: str) -> None:
     assert tree.evictable_pages == evictable, f"{where}: {tree.evictable_pages} evictable counted, {evictable} there"
     tree.ghosts.check()
     order = list(cache.policy.order())
-    leaves = {node for node in nodes_of(cache) if node.queue is not None}
+    leaves = {node for node in nodes if node.queue is not None}
     assert len(order) == len(leaves) and set(order) == leaves, f"{where}: the policy's order is not the leaves"
     gone = [node for node in cache.spill_queue if not node.resident]
     assert not gone, f"{where}: a node that left the tree is kept"
 
 
-def _check_pins(cache: DeviceCache, where: str) -> None:
+def _check_pins(cache: DeviceCache, nodes: list[Node], where: str) -> None:
     own: Counter[int] = Counter()
     tickets: Counter[int] = Counter()
     for lease in cache.leases.all():
@@ -90,7 +91,7 @@ def _check_pins(cache: DeviceCache, where: str) -> None:
         own[id(root)] += 1
         is_empty = not root.children and own[id(root)] == 1
         assert not is_empty or root in cache.tree.detached, f"{where}: an empty root stands"
-    for node in (*cache.tree.roots.values(), *cache.tree.detached, *nodes_of(cache)):
+    for node in (*cache.tree.roots.values(), *cache.tree.detached, *nodes):
         pins = own.pop(id(node), 0) + sum(1 for child in node.children.values() if child.pins)
         assert node.pins == pins, f"{where}: node at {node.start} counts {node.pins} pins, {pins} hold it"
         assert node.ticket_pins == tickets.pop(id(node), 0), f"{where}: ticket pins of node at {node.start}"
@@ -124,15 +125,16 @@ def _check_leases(cache: DeviceCache, where: str) -> None:
 
 def _conserved(pool: PagePool, held: list[int], where: str) -> None:
     """Every page once: free, never handed out, or held."""
-    free = unpack(pool.free_ids())
-    counts = Counter(free)
-    counts.update(held)
-    twice = sorted(page_id for page_id, count in counts.items() if count > 1)
-    assert not twice, f"{where}: pages {twice[:5]} are in two places"
+    pages = [*unpack(pool.free_ids()), *held]
+    distinct = set(pages)
+    if len(distinct) < len(pages):
+        twice = sorted(page_id for page_id, count in Counter(pages).items() if count > 1)
+        raise AssertionError(f"{where}: pages {twice[:5]} are in two places")
     ahead = pool.claimed_ahead
     pool.check()
-    assert all(0 < page_id < pool.fresh or page_id in ahead for page_id in counts), f"{where}: a page never handed out"
-    lost = pool.fresh - 1 + len(ahead) - len(counts)
+    known = distinct.difference(ahead)
+    assert not known or 0 < min(known) <= max(known) < pool.fresh, f"{where}: a page never handed out"
+    lost = pool.fresh - 1 + len(ahead) - len(distinct)
     assert not lost, f"{where}: {lost} pages are lost"
     assert pool.num_free == pool.num_pages - len(held), f"{where}: free count"
 
@@ -155,15 +157,15 @@ def _held(cache: DeviceCache, group: Group) -> list[int]:
     return held + [page_id for transfer in fetches for page_id in _moved(transfer, group)]
 
 
-def _check_full_pool(cache: DeviceCache, group: Group, where: str) -> None:
-    standing = [page_id for node in nodes_of(cache) for page_id in unpack(node.pages[group.number])]
+def _check_full_pool(cache: DeviceCache, nodes: list[Node], group: Group, where: str) -> None:
+    standing = [page_id for node in nodes for page_id in unpack(node.pages[group.number])]
     _conserved(group.pool, standing + _held(cache, group), where)
 
 
-def _check_sparse_pool(cache: DeviceCache, group: SparseGroup, where: str) -> None:
+def _check_sparse_pool(cache: DeviceCache, nodes: list[Node], group: SparseGroup, where: str) -> None:
     pages = group.pages
     standing: dict[int, tuple[Node, int]] = {}
-    for node in nodes_of(cache):
+    for node in nodes:
         for at, page_id in enumerate(unpack(node.pages[group.number])):
             if page_id:
                 assert page_id not in standing, f"{where}: page {page_id} stands twice in the tree"
@@ -191,9 +193,9 @@ def _check_sparse_pool(cache: DeviceCache, group: SparseGroup, where: str) -> No
     _conserved(pages.pool, sorted({*standing, *readers}), where)
 
 
-def _check_hashes(cache: DeviceCache, where: str) -> None:
+def _check_hashes(cache: DeviceCache, nodes: list[Node], where: str) -> None:
     size = cache.layout.page_key_bytes
-    for node in nodes_of(cache):
+    for node in nodes:
         have = len(node.hashes) // HASH_BYTES
         assert have <= node.resident, f"{where}: more hashes than pages"
         if not have:
@@ -205,11 +207,11 @@ def _check_hashes(cache: DeviceCache, where: str) -> None:
         path = b"".join(bytes(step.key) for step in cache.tree.path(node))[: (node.start + have) * size]
         expected = page_hashes(node.root.digest, b"", path, size)[node.start * HASH_BYTES :]
         assert bytes(node.hashes) == expected, f"{where}: hashes of node at {node.start} are wrong"
-    pinned = [node for node in nodes_of(cache) if node.soft_until_ms]
+    pinned = [node for node in nodes if node.soft_until_ms]
     assert all(node in cache.soft_pins for node in pinned) and len(pinned) == len(cache.soft_pins), f"{where}: pins"
     assert cache.soft_pins.num_pages == sum(node.resident for node in pinned), f"{where}: pinned pages"
     queued = {*cache.spill_queue, *cache.renewals, *cache.renewing}
-    assert queued <= set(nodes_of(cache)), f"{where}: a node waits for its spill or renewal and is not in the tree"
+    assert queued <= set(nodes), f"{where}: a node waits for its spill or renewal and is not in the tree"
     num_bytes = sum(len(lease.prompt) + len(lease.accepted) for lease in cache.leases.all())
     assert cache.leases.num_bytes == num_bytes, f"{where}: bytes of leases"
     for spill in cache.transfers.spills.values():

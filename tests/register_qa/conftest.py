@@ -6,6 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+
+from register_qa.training.tokenizer import train_tokenizer
 
 
 @pytest.fixture
@@ -15,3 +18,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    """As training makes it: seconds of work. Nobody changes it."""
+    return train_tokenizer()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from register_qa.training.architectures import ARCHITECTURES
@@ -15,7 +16,7 @@ from register_qa.training.delta_scan import gated_delta, unit_lower_inverse
 from register_qa.training.evaluate import Trial, evaluate
 from register_qa.training.folder import read_weights, write_folder
 from register_qa.training.hybrid import HybridArchitecture
-from register_qa.training.tokenizer import Encoder, train_tokenizer
+from register_qa.training.tokenizer import Encoder
 from register_qa.training.train import Plan, Progress, Trainer
 from worker_service.model.config import read_model_spec
 from worker_service.model.decoder import expected_shapes
@@ -98,10 +99,10 @@ def test_a_row_does_not_depend_on_later_tokens() -> None:
     assert torch.equal(model(tokens)[:, :100], model(other)[:, :100])
 
 
-def test_transformers_reads_the_folder_and_gives_the_same_logits(tmp_path: Path) -> None:
+def test_transformers_reads_the_folder_and_gives_the_same_logits(tmp_path: Path, tokenizer: Tokenizer) -> None:
     torch.manual_seed(2)
     model = SMALL.build()
-    write_folder(tmp_path, SMALL, model, train_tokenizer())
+    write_folder(tmp_path, SMALL, model, tokenizer)
     read_weights(tmp_path, model)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
     tokens = torch.randint(2048, (2, 200))
@@ -110,8 +111,7 @@ def test_transformers_reads_the_folder_and_gives_the_same_logits(tmp_path: Path)
     assert (logits - expected).abs().max() <= 5e-5 * expected.abs().max()
 
 
-def test_a_few_steps_run_and_the_worker_loads_what_they_leave(tmp_path: Path) -> None:
-    tokenizer = train_tokenizer()
+def test_a_few_steps_run_and_the_worker_loads_what_they_leave(tmp_path: Path, tokenizer: Tokenizer) -> None:
     torch.manual_seed(0)
     model = TRAINED.build()
     seen: list[Progress] = []

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from tokenizers import Tokenizer
 
 from register_qa import HYBRID_FOLDER, MODEL_FOLDER, ONE_FACT_KINDS, Kind
 from register_qa.training.architectures import ARCHITECTURES
 from register_qa.training.card import card
 from register_qa.training.evaluate import Trial, evaluate
 from register_qa.training.folder import CARD, CONFIG, WEIGHTS, read_evaluation, read_tokenizer, read_weights
-from register_qa.training.tokenizer import Encoder, train_tokenizer
+from register_qa.training.tokenizer import Encoder
 from worker_service.model.load import load_model
 
 CPU = torch.device("cpu")
@@ -42,14 +43,13 @@ def test_the_evaluation_is_what_was_promised(folder: Path) -> None:
     assert figures["exact_match"][Kind.TWO_FACTS.value] >= 0.90
 
 
-def test_the_folder_is_small_and_of_its_architecture(folder: Path) -> None:
+def test_the_folder_is_small_and_of_its_architecture(folder: Path, tokenizer: Tokenizer) -> None:
     figures = read_evaluation(folder)
-    tokenizer = read_tokenizer(folder)
-    encoder = Encoder(tokenizer)
+    encoder = Encoder(read_tokenizer(folder))
     architecture = ARCHITECTURES[figures["architecture"]]
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     assert config == architecture.config(encoder.begin, encoder.end)
-    assert tokenizer.to_str() == train_tokenizer().to_str()
+    assert read_tokenizer(folder).to_str() == tokenizer.to_str()
     assert sum(path.stat().st_size for path in folder.iterdir()) <= MAX_BYTES
     with safe_open(folder / WEIGHTS, framework="pt") as weights:
         tensors = [weights.get_tensor(name) for name in weights.keys()]  # noqa: SIM118

@@ -16,11 +16,6 @@ from worker_service.model.tokenizer import Tokenizer as Served
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return train_tokenizer()
-
-
-@pytest.fixture(scope="module")
 def served(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Served:
     path: Path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     tokenizer.save(str(path))

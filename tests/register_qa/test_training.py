@@ -16,7 +16,7 @@ from register_qa.training.data import NO_LABEL, REGISTER_SHARES, PackedBatches, 
 from register_qa.training.evaluate import Trial, evaluate
 from register_qa.training.folder import read_tokenizer, read_weights, write_folder
 from register_qa.training.llama import LlamaArchitecture
-from register_qa.training.tokenizer import Encoder, train_tokenizer
+from register_qa.training.tokenizer import Encoder
 from register_qa.training.train import Plan, Progress, Trainer
 from worker_service.model.config import read_model_spec
 from worker_service.model.decoder import expected_shapes
@@ -35,11 +35,6 @@ SMALL = LlamaArchitecture(
     max_positions=1024,
     rope_theta=10000.0,
 )
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return train_tokenizer()
 
 
 def trainer(tokenizer: Tokenizer, steps: int, *, rate: float = 1e-2, report_every: int = 10) -> Trainer:
