@@ -38,10 +38,8 @@ from typing import IO, NamedTuple, NoReturn, Protocol
 from rpc.listener import choose_listener
 
 ROOT = Path(__file__).parent.parent
-# What the services and the command import; none of it may start a thread. PyTorch imports its compiler when a worker
-# first joins weights that have shapes and no data yet: more than a second of CPU in each worker's start.
+# What the services and the command import; none of it may start a thread.
 PRELOADED = (
-    "torch._dynamo",
     "worker_service.bootstrap",
     "cache_service.bootstrap",
     "cli.ask",
