@@ -106,6 +106,8 @@ def _weight_in_halves(weight: ExpertWeight) -> ExpertWeight:
 
 def _in_halves(rows: torch.Tensor) -> torch.Tensor:
     """Returns [count, 2 n, ...] with the even rows before the odd ones."""
+    if rows.is_meta:  # as in `stacked` of take_weights.py
+        return torch.empty_like(rows)
     return torch.cat([rows[:, ::2], rows[:, 1::2]], dim=1)
 
 
