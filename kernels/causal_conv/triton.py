@@ -35,6 +35,8 @@ ONE_CHANNELS, ROW_CHANNELS = 256, 128
 TILE_TOKENS = 16
 DECODE_TILE, FEW_TILE, MANY_TILE = (256, 4), (128, 2), (256, 2)
 MANY_TOKENS = 4096
+# From how many tokens on most tiles lie within a row, and only those are computed without asking token by token.
+WHOLE_TOKENS = 1024
 # Tokens that are loaded at once where rows begin or end within a tile.
 MIXED_TOKENS = 4
 
@@ -56,17 +58,19 @@ def load_columns(first, x_ptr, c, ok, num_tokens, stride_x, D_CONV: tl.constexpr
 @triton.jit
 def convolve_within_row(
     first, begin, end, num_tokens, columns, taps, bias, out_ptr, c, ok,
-    C: tl.constexpr, D_CONV: tl.constexpr, SILU: tl.constexpr, BLOCK_T: tl.constexpr,
+    C: tl.constexpr, D_CONV: tl.constexpr, SILU: tl.constexpr, BLOCK_T: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Outputs of BLOCK_T tokens of the row from `begin` to `end`, but for its first ones, and zeros behind it: each
-    column is loaded once."""
+    column is loaded once. WHOLE: there are none of either; asking for them costs 2,048 tokens a tenth on an H200."""
     out_at = out_ptr + first.to(tl.int64) * C + c
     for j in tl.static_range(BLOCK_T):
-        token = first + j
         total = activated(weighted(columns, taps, bias, j, D_CONV), SILU)
-        total = tl.where(token < end, total, 0.0).to(out_ptr.dtype.element_ty)
-        is_written = (token < num_tokens) & ((token >= end) | (token - begin >= D_CONV - 1))
-        tl.store(out_at + j * C, total, mask=ok & is_written)
+        is_written = ok
+        if not WHOLE:
+            token = first + j
+            total = tl.where(token < end, total, 0.0)
+            is_written = ok & (token < num_tokens) & ((token >= end) | (token - begin >= D_CONV - 1))
+        tl.store(out_at + j * C, total.to(out_ptr.dtype.element_ty), mask=is_written)
 
 
 @triton.jit
@@ -100,7 +104,7 @@ def convolve_tile(
     first, block, x_ptr, weight_ptr, bias_ptr, out_ptr, cu_seqlens_ptr, working_ptr, num_rows, num_tokens, stride_x,
     C: tl.constexpr, D_CONV: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, LEVELS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, MIXED_T: tl.constexpr, DECODES: tl.constexpr,
-    PACKED: tl.constexpr, OVERLAPS: tl.constexpr,
+    PACKED: tl.constexpr, WHOLE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Outputs of BLOCK_T tokens of any rows, but for each row's first ones; zeros behind the last row."""
     c = block * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -108,7 +112,7 @@ def convolve_tile(
     if DECODES:
         taps, bias = load_constants(weight_ptr, bias_ptr, c, ok, D_CONV, HAS_BIAS, PACKED, OVERLAPS)
     else:
-        # Columns first, on their way while the tile's row is found: taps before them cost 2,048 tokens 10 % on an H200.
+        # Columns first, on their way while the tile's row is found.
         if OVERLAPS:
             gdc_launch_dependents()
             gdc_wait()
@@ -118,14 +122,17 @@ def convolve_tile(
     rows, begins = sequence_of(first + tl.arange(0, 1), cu_seqlens_ptr, num_rows, LEVELS)
     first_row, first_begin = tl.max(rows, 0), tl.max(begins, 0)
     first_end = tl.load(cu_seqlens_ptr + first_row + 1)
-    # Of one row, behind which nothing comes in this tile but tokens of no row.
-    is_within = (tl.minimum(first + BLOCK_T, num_tokens) <= first_end) | (first_end == last_end)
+    if WHOLE:
+        is_within = (first - first_begin >= D_CONV - 1) & (first + BLOCK_T <= first_end)
+    else:  # of one row, behind which nothing comes in this tile but tokens of no row
+        is_within = (tl.minimum(first + BLOCK_T, num_tokens) <= first_end) | (first_end == last_end)
     if is_within & (tl.load(working_ptr + first_row) > 0):
         if DECODES:
             columns = load_columns(first, x_ptr, c, ok, num_tokens, stride_x, D_CONV, BLOCK_T)
         convolve_within_row(
-            first, first_begin, first_end, num_tokens, columns, taps, bias, out_ptr, c, ok, C, D_CONV, SILU, BLOCK_T
-        )
+            first, first_begin, first_end, num_tokens, columns, taps, bias, out_ptr, c, ok,
+            C, D_CONV, SILU, BLOCK_T, WHOLE,
+        )  # fmt: skip
     else:
         end = tl.minimum(first + BLOCK_T, num_tokens)
         if DECODES:  # hardly a tile has something to write: asked once, not in each round
@@ -150,7 +157,8 @@ def convolve(
     working_ptr, restore_ptr, fresh_ptr, rolling_ptr, num_rows, num_tokens, stride_x, stride_slot,
     C: tl.constexpr, D_CONV: tl.constexpr, PADDED: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
     LEVELS: tl.constexpr, ROW_C: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
-    MIXED_T: tl.constexpr, DECODES: tl.constexpr, PACKED: tl.constexpr, OVERLAPS: tl.constexpr,
+    MIXED_T: tl.constexpr, DECODES: tl.constexpr, PACKED: tl.constexpr, WHOLE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Programs of rows come first: what they do takes longest. DECODES: most rows are expected to have one token."""
     row_blocks: tl.constexpr = tl.cdiv(C, ROW_C)
@@ -191,7 +199,7 @@ def convolve(
         convolve_tile(
             tile // tile_blocks * BLOCK_T, tile % tile_blocks, x_ptr, weight_ptr, bias_ptr, out_ptr, cu_seqlens_ptr,
             working_ptr, num_rows, num_tokens, stride_x, C, D_CONV, HAS_BIAS, SILU, LEVELS, BLOCK_T, BLOCK_C,
-            MIXED_T, DECODES, PACKED, OVERLAPS,
+            MIXED_T, DECODES, PACKED, WHOLE, OVERLAPS,
         )  # fmt: skip
 
 
@@ -228,6 +236,6 @@ def launch(call: CausalConvCall, out: torch.Tensor) -> None:
             num_rows, num_tokens, *strides,
             C=channels, D_CONV=call.d_conv, PADDED=padded, HAS_BIAS=call.bias is not None, SILU=call.has_silu,
             LEVELS=search_levels(num_rows), ROW_C=row_channels, BLOCK_T=TILE_TOKENS, BLOCK_C=tile_channels,
-            MIXED_T=MIXED_TOKENS, DECODES=decodes, PACKED=is_packed(call.weight), OVERLAPS=overlaps,
-            num_warps=warps, launch_pdl=overlaps,
+            MIXED_T=MIXED_TOKENS, DECODES=decodes, PACKED=is_packed(call.weight),
+            WHOLE=not decodes and num_tokens >= WHOLE_TOKENS, OVERLAPS=overlaps, num_warps=warps, launch_pdl=overlaps,
         )  # fmt: skip

@@ -156,6 +156,19 @@ def test_tokens_behind_the_last_row_are_zeros(target: Target) -> None:
     assert not nobody.any() and untouched.isnan().all()
 
 
+def test_launches_of_many_tokens_have_the_same_bits(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take a shorter way for tiles within a row, and every other one as rows that begin or end in it."""
+    pytest.importorskip("triton")
+    given, rows = layer(70, 4, torch.bfloat16), [StateRow(50), *MIXED, StateRow(40)]
+    slots, count = make_slots(rows)
+    pool, cu = make_pool(slots, rows, count, (3, 70), torch.bfloat16), begins(rows)
+    x = made(int(cu[-1]) + 20, 70, seed=2, dtype=torch.bfloat16)
+    wanted = run(given, x, cu, pool, slots, target)
+    monkeypatch.setattr("kernels.causal_conv.triton.WHOLE_TOKENS", 1)
+    for got, one in zip(run(given, x, cu, pool, slots, target), wanted, strict=True):
+        assert_same_bits(got, one)
+
+
 def test_rows_that_are_slices_and_slots_that_lie_apart(target: Target) -> None:
     given, rows = layer(48, 4, torch.bfloat16), MIXED
     slots, count = make_slots(rows)

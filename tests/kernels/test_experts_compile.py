@@ -140,16 +140,26 @@ def test_products_with_stored_weights_on_hopper(name: str, rows: int) -> None:
     assert 2 * built.shared_bytes <= SHARED_BYTES
 
 
-@pytest.mark.parametrize("num_pairs", [100, 200, 600, 40_000])
-def test_plans(num_pairs: int) -> None:
-    from kernels.grouped_linear import plan_triton as plan
+@pytest.mark.parametrize("pairs", [128, 1024])
+def test_plans_of_few_pairs(pairs: int) -> None:
+    from kernels.grouped_linear.plan_triton import FEW_PAIRS, TILES, place_few
 
-    chunk = plan.chunk_for(num_pairs)
+    assert pairs in FEW_PAIRS
+    constants = {"E": 500, "BLOCK_E": 512, "PAIRS": pairs, "TILES": TILES, "OVERLAPS": True}
+    built = compile_for_hopper(place_few, constants, 4, kinds("i32"))
+    assert not built.spills
+    check_waits(built)
+
+
+@pytest.mark.parametrize("chunk", [256, thorough(512)])
+def test_plans_in_chunks(chunk: int) -> None:
+    from kernels.grouped_linear import chunks_triton as plan
+
+    assert chunk in (plan.CHUNK, plan.LARGE_CHUNK)
     sizes = {"E": 500, "BLOCK_E": 512, "CHUNK": chunk, "OVERLAPS": True}
-    steps = {"IS_ONE": num_pairs <= chunk, "AHEAD": plan.CHUNKS_AHEAD, "COMPARED": plan.COMPARED // chunk}
-    num_warps = 4 if chunk < plan.CHUNK else 8
-    counted = compile_for_hopper(plan.count_pairs, sizes, num_warps, kinds("i32"))
-    placed = compile_for_hopper(plan.place_pairs, sizes | steps, num_warps, kinds("i32"))
+    steps = {"AHEAD": plan.CHUNKS_AHEAD, "COMPARED": plan.COMPARED}
+    counted = compile_for_hopper(plan.count_pairs, sizes, plan.NUM_WARPS, kinds("i32"))
+    placed = compile_for_hopper(plan.place_chunks, sizes | steps, plan.NUM_WARPS, kinds("i32"))
     for built in (counted, placed):
         assert not built.spills
         check_waits(built)

@@ -39,7 +39,7 @@ def test_convolutions(values: str, channels: int, d_conv: int) -> None:
     for block, warps in (conv.DECODE_TILE, conv.FEW_TILE, conv.MANY_TILE):
         decodes = (block, warps) == conv.DECODE_TILE
         row = (conv.ONE_CHANNELS if decodes else conv.ROW_CHANNELS) * warps
-        options = {"ROW_C": row, "BLOCK_C": block, "DECODES": decodes}
+        options = {"ROW_C": row, "BLOCK_C": block, "DECODES": decodes, "WHOLE": (block, warps) == conv.MANY_TILE}
         built = compile_for_hopper(conv.convolve, {**constants, **options}, warps, kinds(values, **SLOTS))
         *befores, _ = built.ptx.split("griddepcontrol.wait")
         assert len(befores) == 2, "programs of rows and of tiles"
