@@ -52,7 +52,8 @@ PRELOADED = (
     "cli.serve",
     "cli.status",
 )
-# Read by the interpreter, or by libraries while they are imported.
+# Read by the interpreter, or by libraries while they are imported. The server imports no client of the hub, which reads
+# HF_ in the child.
 START_VARIABLES = (
     "PYTHON",
     "LD_",
@@ -62,7 +63,6 @@ START_VARIABLES = (
     "TRITON_",
     "TORCH_",
     "CUDA_",
-    "HF_",
     "GRPC_",
     "MALLOC_",
 )

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -17,16 +16,11 @@ from pathlib import Path
 import pytest
 
 from cli.random_model import make_random_model
+from tests import fork_server
 from tests.worker_service.test_weights import shard
 
 MODEL = "stemcache/demo"
 COMMIT = "0" * 39 + "1"
-LOAD = """
-import sys, torch
-from worker_service.model.load import load_model
-loaded = load_model(sys.argv[1], torch.device("cpu"))
-print(loaded.digest.hex(), len(loaded.spec.layers))
-"""
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -102,8 +96,7 @@ def load(model: str, hub: str, cache: Path, **more: str) -> subprocess.Completed
     environment = {**os.environ, "HF_ENDPOINT": hub, "HF_HOME": str(cache), "OMP_NUM_THREADS": "1"}
     environment.pop("HF_HUB_OFFLINE", None)
     environment.update(more)
-    command = [sys.executable, "-c", LOAD, model]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    return fork_server.run("tests.worker_service.loaded_model", model, environment=environment, timeout=120)
 
 
 def test_a_hub_id_is_downloaded_once_and_is_the_same_model(
