@@ -6,7 +6,14 @@ import ast
 
 from tests.architecture.sources import is_jit, modules, parse, relative
 
-JIT_MODULES = ("triton.py", "plan_triton.py", "chunks_triton.py", "splits_triton.py", "kept_triton.py", "merge_triton.py")
+JIT_MODULES = (
+    "triton.py",
+    "plan_triton.py",
+    "chunks_triton.py",
+    "splits_triton.py",
+    "kept_triton.py",
+    "merge_triton.py",
+)
 
 
 def test_jit_functions_lie_in_the_modules_that_mypy_is_told_of() -> None:
