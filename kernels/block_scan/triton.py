@@ -82,6 +82,7 @@ def state_places(head, column, DK: tl.constexpr, DV: tl.constexpr, BY_VALUE: tl.
 
 @triton.jit
 def clear_outputs(out_ptr, begin, end, head, e, HEADS: tl.constexpr, DV: tl.constexpr):
+    """Writes zeros as the outputs of tokens `begin` to `end` - 1."""
     for first in range(begin, end, _GRID):
         token = first + tl.arange(0, _GRID)
         at = out_ptr + token.to(tl.int64)[:, None] * (HEADS * DV) + head * DV + e[None, :]

@@ -61,7 +61,7 @@ def convolve_within_row(
     C: tl.constexpr, D_CONV: tl.constexpr, SILU: tl.constexpr, BLOCK_T: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Outputs of BLOCK_T tokens of the row from `begin` to `end`, but for its first ones, and zeros behind it: each
-    column is loaded once. WHOLE: there are none of either; asking for them costs 2,048 tokens a tenth on an H200."""
+    column is loaded once. WHOLE: there are none of either, and no token is asked."""
     out_at = out_ptr + first.to(tl.int64) * C + c
     for j in tl.static_range(BLOCK_T):
         total = activated(weighted(columns, taps, bias, j, D_CONV), SILU)

@@ -15,7 +15,7 @@ COLUMNS = 1024
 # Elements that one warp sums.
 WARP_ELEMENTS = 512
 # Heads of a program where heads are many, and how many that is: more than an H200 holds at once, 32 programs on each
-# processor. With one head each 512 tokens of 32 heads take 11 us, of which their traffic is 4.
+# multiprocessor. With one head each 512 tokens of 32 heads take 11 us, of which their traffic is 4.
 PART, MANY_HEADS = 4, 32 * 132
 LIMIT: tl.constexpr = tl.constexpr(SOFTPLUS_LIMIT)
 

@@ -90,7 +90,7 @@ def quick_ways() -> dict[Any, Callable[[Operation], Operation]]:
 
 
 def as_tensor(slow: Operation) -> Operation:
-    """What every value that a kernel gives a name goes through."""
+    """Returns what replaces `to_tensor`, which Triton calls for each value that a kernel assigns to a variable."""
 
     def converted(self: Any, value: Any, *more: Any, **named: Any) -> Any:
         if type(value) is tl.tensor:
@@ -126,7 +126,7 @@ def _swapped(operation: Operation) -> Operation:
 
 
 def _quotient(a: Any, b: Any) -> Any:
-    """Rounds towards zero."""
+    """Returns a / b, rounded towards zero as Triton does."""
     return (a - np.fmod(a, b)) // b
 
 

@@ -150,7 +150,7 @@ def plan_by_hand(ids: list[int], experts: int, rows: int) -> tuple[list[int], li
     [(1, 4, 9, 16), (25, 8, 17, 32), (300, 8, 40, 16), (300, 2, 3, 64), (40, 1, 1, 16), (4100, 8, 3, 128)],
 )
 def test_plans(target: Target, tokens: int, top_k: int, experts: int, rows: int) -> None:
-    """Few pairs, some chunks, and so many that chunks are larger."""
+    """The numbers of pairs are of each way to make a plan: in one launch, in chunks of 256 and in chunks of 512."""
     ids = torch.randint(-1, experts + 1, (tokens, top_k), generator=torch.Generator().manual_seed(4)).int()
     plan = plan_experts(ids.to(target.device), experts, tile_rows=rows, backend=target.backend)
     order, starts, tiles = plan_by_hand(ids.flatten().tolist(), experts, rows)

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from kernels.block_scan.hopper.rows import clear_what_nobody_has, row_of_program
+from kernels.block_scan.hopper.rows import clear_uncovered, row_of_program
 from kernels.block_scan.plan import GRID_TOKENS
 from kernels.hopper.barriers import thread_barrier
 
@@ -86,8 +86,8 @@ def make_vectors(
     HEADS: gl.constexpr, DV: gl.constexpr, BV: gl.constexpr, HAS_INVERSES: gl.constexpr, HAS_WEIGHTS: gl.constexpr,
     HAS_FACTORS: gl.constexpr, HAS_CHANNELS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Computes the factors of a block's tokens in one warp, which loads one block ahead; then clears outputs that
-    nobody makes."""
+    """Computes the factors of a block's tokens in one warp, which loads one block ahead; then writes the zeros of
+    `clear_uncovered`."""
     L: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     _, head, begin, end, first, count, stop = row_of_program(cu_blocks_ptr, blocks_ptr, working_ptr, HEADS)
     token = gl.arange(0, _GRID, L)
@@ -132,4 +132,4 @@ def make_vectors(
         beta = next_beta
         factors = next_factors
         count = ahead
-    clear_what_nobody_has(out_ptr, cu_seqlens_ptr, working_ptr, num_rows, num_tokens, HEADS, DV, BV)
+    clear_uncovered(out_ptr, cu_seqlens_ptr, working_ptr, num_rows, num_tokens, HEADS, DV, BV)

@@ -32,7 +32,7 @@ def row_of_program(cu_blocks_ptr, blocks_ptr, working_ptr, HEADS: gl.constexpr):
 
 @gluon.jit
 def clear_outputs(out_ptr, begin, end, head, HEADS: gl.constexpr, DV: gl.constexpr, BV: gl.constexpr):
-    """Zeros for tokens begin to end - 1, by one warp."""
+    """Writes zeros as the outputs of tokens `begin` to `end` - 1, in one warp."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [1, 1], [1, 0])
     column = head * DV + gl.program_id(1) * BV + gl.arange(0, BV, gl.SliceLayout(0, LAYOUT))
     zeros = gl.zeros([16, BV], out_ptr.dtype.element_ty, LAYOUT)
@@ -43,11 +43,12 @@ def clear_outputs(out_ptr, begin, end, head, HEADS: gl.constexpr, DV: gl.constex
 
 
 @gluon.jit
-def clear_what_nobody_has(
+def clear_uncovered(
     out_ptr, cu_seqlens_ptr, working_ptr, num_rows, num_tokens,
     HEADS: gl.constexpr, DV: gl.constexpr, BV: gl.constexpr,
 ):  # fmt: skip
-    """Zeros for a padding row's tokens, and by the last row for those behind it."""
+    """Writes zeros as the outputs of a padding row's tokens; programs of the last row write those of the tokens behind
+    it, too."""
     row = gl.program_id(0) // HEADS
     head = gl.program_id(0) % HEADS
     if gl.load(working_ptr + row) <= 0:
