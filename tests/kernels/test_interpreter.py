@@ -142,7 +142,7 @@ def outcome(operation: Any, *sides: Any) -> Any:
 
 
 def check_both_ways(name: str, cases: list[tuple[Any, ...]], least: int) -> None:
-    """`least` is how many cases must have a result: a test in which all are refused would compare nothing."""
+    """Both ways give each case the same result or refusal; more than `least` have a result, or little was compared."""
     quick, slow = both_ways(name)
     results = 0
     for case in cases:

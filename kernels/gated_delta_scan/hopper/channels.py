@@ -43,7 +43,8 @@ def norm_inputs(qs, ks, diagonal, count, norm_eps, PART: gl.constexpr, DK: gl.co
     """Divides queries and keys [GRID, DK] by their lengths, in place. Returns the two tiles as fp16.
 
     `diagonal` gets the product of each token's query with its own key, in fp32. PART rows at a time, to take few
-    registers; parts behind the block's `count` tokens stay as they are: their keys are zeros, and no output is made of their queries.
+    registers. Parts behind the block's `count` tokens stay as they are: their keys are zeros, and no output is made of
+    their queries.
     """
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DK, DK // 8], [4, 1], [1, 0])
     q = qs._reinterpret(gl.float16, [_GRID, DK], qs.layout)
