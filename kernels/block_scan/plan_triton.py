@@ -6,12 +6,11 @@ Counts are sums of integers; no program of the second launch needs what another 
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.addressing import search_levels
 from kernels.addressing.triton import sequence_of
-from kernels.backend import is_hopper
 from kernels.block_scan.plan import GRID_TOKENS, ScanPlan
+from kernels.launches import allow_next_launch_and_wait, overlap_options
 
 # Rows of one step, and blocks and snapshots of one program, which looks at 64 rows for each.
 CHUNK = 128
@@ -32,9 +31,7 @@ def row_span(row, ok, cu_q_ptr, cu_k_ptr):
 # What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
 @triton.jit(do_not_specialize=["num_rows"])
 def count_blocks(cu_q_ptr, cu_k_ptr, working_ptr, cu_blocks_ptr, num_rows, CHUNK: tl.constexpr, OVERLAPS: tl.constexpr):
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
+    allow_next_launch_and_wait(OVERLAPS)
     total = 0
     for first in range(0, num_rows, CHUNK):
         row = first + tl.arange(0, CHUNK)
@@ -53,9 +50,7 @@ def place_blocks(
     max_blocks, LEVELS: tl.constexpr, CHUNK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """CHUNK blocks, and CHUNK snapshots: each finds the block that ends where it lies."""
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
+    allow_next_launch_and_wait(OVERLAPS)
     at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     is_block = (at < max_blocks) & (at < tl.load(cu_blocks_ptr + num_rows))
     row, before = sequence_of(at, cu_blocks_ptr, num_rows, LEVELS)
@@ -80,8 +75,7 @@ def place_blocks(
 def launch(cu_seqlens_k: torch.Tensor, plan: ScanPlan) -> None:
     """Fills the plan, whose leave_slot is zeros; checked, non-empty arguments."""
     slots, lengths = plan.slots, (plan.cu_seqlens_q, cu_seqlens_k)
-    overlaps = is_hopper(plan.blocks.device)
-    options = {"OVERLAPS": overlaps, "launch_pdl": overlaps, "num_warps": 4}
+    options = {"num_warps": 4, **overlap_options(plan.blocks.device)}
     with torch.cuda.device_of(plan.blocks):
         count_blocks[(1,)](*lengths, slots.working, plan.cu_blocks, plan.num_rows, CHUNK=CHUNK, **options)
         place_blocks[(triton.cdiv(max(plan.max_blocks, slots.num_leaves), PLACED),)](

@@ -7,12 +7,11 @@ the next one is taken. Tiles have one size for each shape of heads, so that a ro
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.backend import is_hopper
 from kernels.block_scan.call import BlockScan
 from kernels.block_scan.plan import GRID_TOKENS
 from kernels.block_scan.steps import SOFTPLUS_LIMIT
+from kernels.launches import allow_next_launch_and_wait, overlap_options
 from kernels.state_slots.triton import slots_of_row
 
 # Values of a program. With the delta rule's inverses half as many: two programs share a processor then, and each waits
@@ -102,9 +101,7 @@ def scan_blocks(
     HAS_CHANNELS: tl.constexpr, BY_VALUE: tl.constexpr, PRECISION: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
+    allow_next_launch_and_wait(OVERLAPS)
     row, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     column = tl.program_id(1) * BV
     source, working = slots_of_row(row, working_ptr, restore_ptr, fresh_ptr)
@@ -234,7 +231,6 @@ def launch_scan(scan: BlockScan, out: torch.Tensor) -> None:
         nothing if tensor is None else tensor for tensor in optional
     )
     q, k, v, *decayed = aligned_rows(*(rows for rows in (scan.q, scan.k, scan.v, scan.kept) if rows is not None))
-    overlaps = is_hopper(out.device)
     width = min(VALUES if scan.inverses is None else DELTA_VALUES, padded(dim_v))
     with torch.cuda.device_of(out):
         scan_blocks[(plan.num_rows * heads, triton.cdiv(dim_v, width))](
@@ -246,6 +242,6 @@ def launch_scan(scan: BlockScan, out: torch.Tensor) -> None:
             HAS_WEIGHTS=scan.weights is not None, HAS_FACTORS=scan.factors is not None,
             HAS_SKIP=scan.skip is not None, HAS_GATE=scan.gate is not None, HAS_CHANNELS=scan.kept is not None,
             BY_VALUE=scan.by_value, PRECISION=precision(v.dtype), BK=padded(dim_k), BV=width,
-            STAGES=num_stages(k, scan.kept is not None), OVERLAPS=overlaps,
-            num_warps=WIDE_WARPS if v.dtype is torch.float32 else WARPS, launch_pdl=overlaps,
+            STAGES=num_stages(k, scan.kept is not None),
+            num_warps=WIDE_WARPS if v.dtype is torch.float32 else WARPS, **overlap_options(out.device),
         )  # fmt: skip

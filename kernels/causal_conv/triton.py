@@ -8,11 +8,9 @@ other outputs, from tokens alone. Snapshots go before both.
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.addressing import search_levels
 from kernels.addressing.triton import sequence_of
-from kernels.backend import is_hopper
 from kernels.causal_conv.call import CausalConvCall
 from kernels.causal_conv.rows.triton import (
     activated,
@@ -24,6 +22,7 @@ from kernels.causal_conv.rows.triton import (
     load_taps,
     weighted,
 )
+from kernels.launches import allow_next_launch_and_wait, overlap_options
 from kernels.state_slots.triton import slots_of_row
 
 # Channels of a program that serves a row of one token or a snapshot, for each of its warps: 16 bytes of a column for a
@@ -113,9 +112,7 @@ def convolve_tile(
         taps, bias = load_constants(weight_ptr, bias_ptr, c, ok, D_CONV, HAS_BIAS, PACKED, OVERLAPS)
     else:
         # Columns first, on their way while the tile's row is found.
-        if OVERLAPS:
-            gdc_launch_dependents()
-            gdc_wait()
+        allow_next_launch_and_wait(OVERLAPS)
         columns = load_columns(first, x_ptr, c, ok, num_tokens, stride_x, D_CONV, BLOCK_T)
         taps, bias = load_taps(weight_ptr, c, ok, D_CONV, PACKED), load_bias(bias_ptr, c, ok, HAS_BIAS)
     last_end = tl.load(cu_seqlens_ptr + num_rows)
@@ -220,15 +217,14 @@ def launch(call: CausalConvCall, out: torch.Tensor) -> None:
         min(size, triton.next_power_of_2(channels))
         for size in (ONE_CHANNELS * warps, (ONE_CHANNELS if decodes else ROW_CHANNELS) * warps, tile_channels)
     )
-    padded, overlaps = triton.next_power_of_2(call.d_conv - 1), is_hopper(x.device)
+    padded, options = triton.next_power_of_2(call.d_conv - 1), overlap_options(x.device)
     strides = (x.stride(0), states.stride(0))
     begins = (call.cu_seqlens_q, slots.working, slots.restore, slots.fresh)
     with torch.cuda.device_of(x):
         if slots.num_leaves:
             leave_columns[(slots.num_leaves, triton.cdiv(channels, one_channels))](
                 x, states, *begins, slots.leave_row, slots.leave_tokens, slots.leave_slot, *strides,
-                C=channels, CARRIED=call.d_conv - 1, PADDED=padded, BLOCK_C=one_channels, OVERLAPS=overlaps,
-                num_warps=warps, launch_pdl=overlaps,
+                C=channels, CARRIED=call.d_conv - 1, PADDED=padded, BLOCK_C=one_channels, num_warps=warps, **options,
             )  # fmt: skip
         tiles = triton.cdiv(num_tokens, TILE_TOKENS) * triton.cdiv(channels, tile_channels)
         convolve[(num_rows * triton.cdiv(channels, row_channels) + tiles,)](
@@ -237,5 +233,5 @@ def launch(call: CausalConvCall, out: torch.Tensor) -> None:
             C=channels, D_CONV=call.d_conv, PADDED=padded, HAS_BIAS=call.bias is not None, SILU=call.has_silu,
             LEVELS=search_levels(num_rows), ROW_C=row_channels, BLOCK_T=TILE_TOKENS, BLOCK_C=tile_channels,
             MIXED_T=MIXED_TOKENS, DECODES=decodes, PACKED=is_packed(call.weight),
-            WHOLE=not decodes and num_tokens >= WHOLE_TOKENS, OVERLAPS=overlaps, num_warps=warps, launch_pdl=overlaps,
+            WHOLE=not decodes and num_tokens >= WHOLE_TOKENS, num_warps=warps, **options,
         )  # fmt: skip

@@ -3,9 +3,8 @@
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.backend import is_hopper
+from kernels.launches import allow_next_launch_and_wait, overlap_options
 
 COLUMNS = 1024
 
@@ -27,9 +26,7 @@ def sum_rows(
     HAS_GATE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
+    allow_next_launch_and_wait(OVERLAPS)
     runs: tl.constexpr = tl.cdiv(D, COLUMNS)
     token = (tl.program_id(0) // runs).to(tl.int64)
     d = tl.program_id(0) % runs * COLUMNS + tl.arange(0, COLUMNS)
@@ -58,7 +55,6 @@ def launch(
     """Fills out; checked, non-empty arguments. Products and sums are rounded apart, as torch does."""
     num_tokens, dim = out.shape
     columns = min(COLUMNS, triton.next_power_of_2(dim))
-    overlaps = is_hopper(rows.device)
     with torch.cuda.device_of(rows):
         sum_rows[(num_tokens * triton.cdiv(dim, columns),)](
             rows,
@@ -74,8 +70,7 @@ def launch(
             COLUMNS=columns,
             HAS_SHARED=shared is not None,
             HAS_GATE=gate is not None,
-            OVERLAPS=overlaps,
             num_warps=4,
             enable_fp_fusion=False,
-            launch_pdl=overlaps,
+            **overlap_options(rows.device),
         )

@@ -3,11 +3,10 @@
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.backend import is_hopper
 from kernels.gated_activation.gate import Gate, GateKind
 from kernels.gated_activation.reference import GELU_CUBIC, GELU_SLOPE
+from kernels.launches import allow_next_launch_and_wait, overlap_options
 
 # Columns of a program: 2 KiB of each half, written as one run.
 COLUMNS = 1024
@@ -31,9 +30,7 @@ def gate_rows(
     CLAMPS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
+    allow_next_launch_and_wait(OVERLAPS)
     runs: tl.constexpr = tl.cdiv(D, COLUMNS)
     row = (tl.program_id(0) // runs).to(tl.int64)
     d = tl.program_id(0) % runs * COLUMNS + tl.arange(0, COLUMNS)
@@ -58,7 +55,6 @@ def launch(gate_up: torch.Tensor, gate: Gate, out: torch.Tensor) -> None:
     """Fills out; checked, non-empty arguments."""
     rows, dim = out.shape
     columns = min(COLUMNS, triton.next_power_of_2(dim))
-    overlaps = is_hopper(gate_up.device)
     programs = rows * triton.cdiv(dim, columns)
     with torch.cuda.device_of(gate_up):
         gate_rows[(programs,)](
@@ -71,7 +67,6 @@ def launch(gate_up: torch.Tensor, gate: Gate, out: torch.Tensor) -> None:
             COLUMNS=columns,
             KIND=gate.kind.value,
             CLAMPS=gate.clamps,
-            OVERLAPS=overlaps,
             num_warps=4,
-            launch_pdl=overlaps,
+            **overlap_options(gate_up.device),
         )

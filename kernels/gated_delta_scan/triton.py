@@ -11,13 +11,12 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.backend import is_hopper
 from kernels.block_scan import GatedDeltaLayer, ScanPlan
 from kernels.block_scan.call import BlockScan
 from kernels.block_scan.plan import GRID_TOKENS
 from kernels.block_scan.triton import aligned_rows, inverse_length, load_rows, load_scalars, padded, precision
+from kernels.launches import allow_next_launch_and_wait, overlap_options
 
 WARPS = 4
 # Of fp32 keys, whose factors lie in registers: with keys of 72 a thread has 1,664 bytes of stack. With four warps it
@@ -64,9 +63,7 @@ def solve_blocks(
     HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, NORM: tl.constexpr, HALVES: tl.constexpr,
     PRECISION: tl.constexpr, BK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
+    allow_next_launch_and_wait(OVERLAPS)
     block, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     if block < tl.load(cu_blocks_ptr + num_rows):
         first = tl.load(blocks_ptr + block * 2)
@@ -129,7 +126,6 @@ def solve(layer: GatedDeltaLayer, plan: ScanPlan) -> BlockScan:
     layer = layer._replace(q=q, k=k, v=v)
     heads, (k_heads, dim_k) = v.shape[1], k.shape[1:]
     solved, has_norm, is_wide = Solved.empty(layer), layer.norm_eps is not None, v.dtype is torch.float32
-    overlaps = is_hopper(v.device)
     strides = (tensor.stride(0) for tensor in (q, k, layer.g, layer.beta))
     with torch.cuda.device_of(v):
         solve_blocks[(plan.max_blocks * heads,)](
@@ -138,7 +134,7 @@ def solve(layer: GatedDeltaLayer, plan: ScanPlan) -> BlockScan:
             HEADS=heads, GROUP=heads // k_heads, DK=dim_k, NORM=has_norm,
             # With keys of length 1 no entry of an inverse is above beta, and 65,504 is far.
             HALVES=has_norm and not is_wide,
-            PRECISION=precision(v.dtype), BK=padded(dim_k), OVERLAPS=overlaps,
-            num_warps=WIDE_WARPS if is_wide else WARPS, launch_pdl=overlaps,
+            PRECISION=precision(v.dtype), BK=padded(dim_k),
+            num_warps=WIDE_WARPS if is_wide else WARPS, **overlap_options(v.device),
         )  # fmt: skip
     return solved.scan(layer, plan)

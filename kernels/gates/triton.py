@@ -5,10 +5,9 @@ import math
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.backend import is_hopper
 from kernels.gates.reference import SOFTPLUS_LIMIT
+from kernels.launches import allow_next_launch_and_wait, overlap_options
 
 # Columns of a program: 2 KiB of 16-bit values, written as one run.
 COLUMNS = 1024
@@ -30,9 +29,7 @@ def multiply_by_sigmoid(
     x_ptr, gate_ptr, out_ptr, stride_x, stride_gate, D: tl.constexpr, COLUMNS: tl.constexpr, ONE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
+    allow_next_launch_and_wait(OVERLAPS)
     runs: tl.constexpr = tl.cdiv(D, COLUMNS)
     row = (tl.program_id(0) // runs).to(tl.int64)
     d = tl.program_id(0) % runs * COLUMNS + tl.arange(0, COLUMNS)
@@ -56,9 +53,7 @@ def norm_and_gate(
     d = tl.arange(0, BLOCK_D)
     ok = d < D
     weight = tl.load(weight_ptr + d, mask=ok, other=0.0).to(tl.float32)
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
+    allow_next_launch_and_wait(OVERLAPS)
     place = (row * HEADS + head) * D + d
     gate_at = gate_ptr + row * stride_gate + head * D + d
     rows, gates = (), ()
@@ -101,9 +96,7 @@ def gate_delta(
     ok = head < HEADS
     bias = tl.load(bias_ptr + head, mask=ok, other=0.0)
     a = tl.load(a_ptr + head, mask=ok, other=0.0)
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
+    allow_next_launch_and_wait(OVERLAPS)
     raw = tl.load(decay_ptr + row * stride_decay + head, mask=ok, other=0.0).to(tl.float32)
     raw += bias
     g = softplus(raw) * a
@@ -124,9 +117,7 @@ def gate_channels(
     ok = d < HEADS * KEYS
     bias = tl.load(bias_ptr + d, mask=ok, other=0.0)
     a = tl.load(a_ptr + d // KEYS, mask=ok, other=0.0)
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
+    allow_next_launch_and_wait(OVERLAPS)
     raw = tl.load(decay_ptr + row * stride_decay + d, mask=ok, other=0.0).to(tl.float32)
     raw += bias
     tl.store(g_ptr + row * (HEADS * KEYS) + d, softplus(raw) * a, mask=ok)
@@ -139,11 +130,11 @@ def gate_channels(
 def launch_sigmoid(x: torch.Tensor, gate: torch.Tensor, out: torch.Tensor) -> None:
     """Fills out; checked, non-empty arguments."""
     rows, dim = x.shape
-    columns, overlaps = min(COLUMNS, triton.next_power_of_2(dim)), is_hopper(x.device)
+    columns = min(COLUMNS, triton.next_power_of_2(dim))
     with torch.cuda.device_of(x):
         multiply_by_sigmoid[(rows * triton.cdiv(dim, columns),)](
             x, gate, out, x.stride(0), gate.stride(0),
-            D=dim, COLUMNS=columns, ONE=gate.shape[1] == 1, OVERLAPS=overlaps, num_warps=4, launch_pdl=overlaps,
+            D=dim, COLUMNS=columns, ONE=gate.shape[1] == 1, num_warps=4, **overlap_options(x.device),
         )  # fmt: skip
 
 
@@ -152,7 +143,7 @@ def launch_norm(
 ) -> None:
     """Fills out; checked, non-empty arguments."""
     rows, heads, dim = x.shape
-    block, overlaps = triton.next_power_of_2(dim), is_hopper(x.device)
+    block = triton.next_power_of_2(dim)
     # How many elements a thread takes, and so the order of the sum, follows from what Triton knows of a head's place: a
     # multiple of 8 is all that counts.
     part = math.gcd(PART, heads) if rows * heads > MANY_HEADS and dim % 8 == 0 else 1
@@ -169,9 +160,8 @@ def launch_norm(
             SILU=silu,
             PART=part,
             BLOCK_D=block,
-            OVERLAPS=overlaps,
             num_warps=max(1, block // WARP_ELEMENTS),
-            launch_pdl=overlaps,
+            **overlap_options(x.device),
         )
 
 
@@ -180,14 +170,14 @@ def launch_delta(
 ) -> None:
     """Fills g and betas; checked, non-empty arguments."""
     (rows, columns), heads = decay.shape, beta.shape[1]
-    overlaps = is_hopper(decay.device)
+    options = overlap_options(decay.device)
     with torch.cuda.device_of(decay):
         if columns > heads:
             run = min(COLUMNS, triton.next_power_of_2(columns))
             gate_channels[(rows * triton.cdiv(columns, run),)](
                 decay, beta, bias, a, g, betas, decay.stride(0), beta.stride(0),
                 HEADS=heads, KEYS=columns // heads, COLUMNS=run, BLOCK_H=triton.next_power_of_2(heads),
-                OVERLAPS=overlaps, num_warps=4, launch_pdl=overlaps,
+                num_warps=4, **options,
             )  # fmt: skip
             return
         gate_delta[(rows,)](
@@ -201,7 +191,6 @@ def launch_delta(
             beta.stride(0),
             HEADS=heads,
             BLOCK_H=triton.next_power_of_2(heads),
-            OVERLAPS=overlaps,
             num_warps=1,
-            launch_pdl=overlaps,
+            **options,
         )

@@ -10,9 +10,9 @@ A program for each expert that looks at all pairs took 100 us for 20,480 pairs o
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.grouped_linear.plan import ExpertPlan
+from kernels.launches import allow_next_launch_and_wait, overlap_options
 
 # Pairs of a chunk, and from how many on chunks are larger: a program reads the counts of all of them.
 CHUNK, LARGE_CHUNK, MANY_PAIRS = 256, 512, 32768
@@ -42,9 +42,7 @@ def count_pairs(
     CHUNK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
+    allow_next_launch_and_wait(OVERLAPS)
     chunk = tl.program_id(0)
     ids, is_pair = _ids_of(ids_ptr, chunk * CHUNK + tl.arange(0, CHUNK), num_pairs, E)
     expert = tl.arange(0, BLOCK_E)
@@ -109,9 +107,7 @@ def place_chunks(
     OVERLAPS: tl.constexpr,
 ):
     """The program behind those of all chunks lists the tiles."""
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
+    allow_next_launch_and_wait(OVERLAPS)
     chunk = tl.program_id(0)
     total, before = _sums(counts_ptr, chunk, num_chunks, E, BLOCK_E, AHEAD)
     starts = tl.cumsum(total, 0) - total
@@ -126,13 +122,13 @@ def place_chunks(
         tl.store(order_ptr + place, pair, mask=is_pair)
 
 
-def launch_chunks(expert_ids: torch.Tensor, plan: ExpertPlan, block: int, *, overlaps: bool) -> None:
+def launch_chunks(expert_ids: torch.Tensor, plan: ExpertPlan, block: int) -> None:
     """Fills the plan; checked, non-empty arguments. block is a power of two, no less than the number of experts."""
     chunk = LARGE_CHUNK if plan.num_pairs >= MANY_PAIRS else CHUNK
     num_chunks = triton.cdiv(plan.num_pairs, chunk)
     counts = plan.starts.new_empty((num_chunks, plan.num_experts))
     sizes = {"E": plan.num_experts, "BLOCK_E": block, "CHUNK": chunk}
-    options = {"OVERLAPS": overlaps, "num_warps": NUM_WARPS, "launch_pdl": overlaps}
+    options = {"num_warps": NUM_WARPS, **overlap_options(expert_ids.device)}
     count_pairs[(num_chunks,)](expert_ids, counts, plan.num_pairs, **sizes, **options)
     place_chunks[(num_chunks + 1,)](
         expert_ids,

@@ -8,11 +8,10 @@ program waits for another, and nothing depends on which comes first.
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.backend import is_hopper
 from kernels.grouped_linear.chunks_triton import launch_chunks
 from kernels.grouped_linear.plan import ExpertPlan
+from kernels.launches import allow_next_launch_and_wait, overlap_options
 
 # Pairs that are few: each size is compiled. On an H200 640 pairs of 512 experts take 10 us here and 12 in chunks, 5,120
 # take 43 and 14.
@@ -37,9 +36,7 @@ def place_few(
     TILES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
+    allow_next_launch_and_wait(OVERLAPS)
     expert = tl.program_id(0)
     experts = tl.arange(0, BLOCK_E)
     pair = tl.arange(0, PAIRS)
@@ -66,12 +63,12 @@ def place_few(
 
 def launch(expert_ids: torch.Tensor, plan: ExpertPlan) -> None:
     """Fills the plan; checked, non-empty arguments."""
-    num_experts, overlaps = plan.num_experts, is_hopper(expert_ids.device)
+    num_experts = plan.num_experts
     block = max(16, triton.next_power_of_2(num_experts))
     pairs = next((size for size in FEW_PAIRS if size >= plan.num_pairs), None)
     with torch.cuda.device_of(expert_ids):
         if pairs is None:
-            launch_chunks(expert_ids, plan, block, overlaps=overlaps)
+            launch_chunks(expert_ids, plan, block)
             return
         place_few[(num_experts,)](
             expert_ids,
@@ -82,7 +79,6 @@ def launch(expert_ids: torch.Tensor, plan: ExpertPlan) -> None:
             BLOCK_E=block,
             PAIRS=pairs,
             TILES=TILES,
-            OVERLAPS=overlaps,
             num_warps=4,
-            launch_pdl=overlaps,
+            **overlap_options(expert_ids.device),
         )

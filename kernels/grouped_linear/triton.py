@@ -17,11 +17,10 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.backend import is_hopper
 from kernels.grouped_linear.plan import ExpertPlan
 from kernels.grouped_linear.stored import Fp8Experts, StoredExperts
+from kernels.launches import allow_next_launch_and_wait, overlap_options
 
 PLAIN: tl.constexpr = tl.constexpr(0)
 FP8: tl.constexpr = tl.constexpr(1)
@@ -120,9 +119,7 @@ def multiply_pairs(
     OVERLAPS: tl.constexpr,
 ):
     """Outputs beyond the last one repeat it and are not stored, nor are rows beyond the tile's."""
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
+    allow_next_launch_and_wait(OVERLAPS)
     tile = tl.program_id(0) // num_blocks
     # Two rounds of loads, not four one after another: places behind the last tile are memory that nobody has written.
     num_tiles = tl.load(num_tiles_ptr)
@@ -175,7 +172,6 @@ def launch(
     is_stored = not isinstance(weight, torch.Tensor)
     num_outputs, tile = out.shape[1], tile_for(x.dtype, plan.tile_rows, is_stored=is_stored)
     num_blocks = triton.cdiv(num_outputs, tile.block_n)
-    overlaps = is_hopper(x.device)
     with torch.cuda.device_of(x):
         multiply_pairs[(plan.tiles.shape[0] * num_blocks,)](
             x,
@@ -201,7 +197,6 @@ def launch(
             HAS_BIAS=bias is not None,
             FORMAT=(FP8 if isinstance(weight, Fp8Experts) else MXFP4 if is_stored else PLAIN).value,
             num_warps=tile.num_warps,
-            OVERLAPS=overlaps,
             num_stages=tile.num_stages,
-            launch_pdl=overlaps,
+            **overlap_options(x.device),
         )

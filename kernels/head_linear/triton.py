@@ -15,9 +15,8 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.backend import is_hopper
+from kernels.launches import allow_next_launch_and_wait, overlap_options
 
 BLOCK_K = 64
 # Rows of all heads up to which small tiles are best, and from which programs hold their part of a matrix: 2,048 tokens
@@ -65,9 +64,7 @@ def multiply_heads(
     CARRIED: tl.constexpr, BLOCK_C: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Programs [blocks of columns, tiles of tokens, heads]: the first share a tile of rows, the second a matrix."""
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
+    allow_next_launch_and_wait(OVERLAPS)
     N_BLOCKS: tl.constexpr = tl.cdiv(N, BLOCK_N)
     head = tl.program_id(2).to(tl.int64)
     token = tl.program_id(1).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -150,6 +147,6 @@ def launch(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
             grid = (blocks, triton.cdiv(tiles, HELD_TILES), heads)
             multiply_held[grid](x, weight, out, tokens, HELD_TILES, *strides, **constants, STAGES=HELD_STAGES)
         else:
-            overlaps = tokens <= FEW.tokens and is_hopper(x.device)
+            options = overlap_options(x.device, when=tokens <= FEW.tokens)
             grid = (blocks, tiles, heads)
-            multiply_heads[grid](x, weight, out, tokens, *strides, **constants, OVERLAPS=overlaps, launch_pdl=overlaps)
+            multiply_heads[grid](x, weight, out, tokens, *strides, **constants, **options)

@@ -5,13 +5,12 @@ import math
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.backend import is_hopper
 from kernels.block_scan import Mamba2Layer, ScanPlan
 from kernels.block_scan.call import BlockScan
 from kernels.block_scan.plan import GRID_TOKENS
 from kernels.block_scan.triton import load_rows, load_scalars, padded, precision, step_sizes
+from kernels.launches import allow_next_launch_and_wait, overlap_options
 
 # Heads of a program that serves a block.
 HEADS = 32
@@ -27,9 +26,7 @@ def sum_steps(
     raw_ptr, bias_ptr, a_ptr, sizes_ptr, sums_ptr, cu_blocks_ptr, blocks_ptr, num_rows, least, most, stride_raw,
     H: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_H: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
+    allow_next_launch_and_wait(OVERLAPS)
     block = tl.program_id(0)
     if block < tl.load(cu_blocks_ptr + num_rows):
         first = tl.load(blocks_ptr + block * 2)
@@ -54,9 +51,7 @@ def score_blocks(
     SHARE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """How much of each token of a block goes into each one's output, for SHARE heads of a group."""
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
+    allow_next_launch_and_wait(OVERLAPS)
     block = tl.program_id(0)
     if block < tl.load(cu_blocks_ptr + num_rows):
         first = tl.load(blocks_ptr + block * 2)
@@ -82,20 +77,19 @@ def score(layer: Mamba2Layer, plan: ScanPlan) -> BlockScan:
     groups, dim_k = layer.b.shape[1:]
     sizes, sums = steps.a.new_empty(2, tokens, heads)
     scores = layer.x.new_empty(tokens, heads, GRID_TOKENS)
-    block, overlaps = min(HEADS, triton.next_power_of_2(heads)), is_hopper(layer.x.device)
+    block, options = min(HEADS, triton.next_power_of_2(heads)), overlap_options(layer.x.device)
     with torch.cuda.device_of(layer.x):
         sum_steps[(plan.max_blocks, triton.cdiv(heads, block))](
             steps.raw, steps.a if steps.bias is None else steps.bias, steps.a, sizes, sums,
             plan.cu_blocks, plan.blocks, plan.num_rows, steps.least, steps.most, steps.raw.stride(0),
-            H=heads, HAS_BIAS=steps.bias is not None, BLOCK_H=block, OVERLAPS=overlaps,
-            num_warps=4, launch_pdl=overlaps,
+            H=heads, HAS_BIAS=steps.bias is not None, BLOCK_H=block, num_warps=4, **options,
         )  # fmt: skip
         share = math.gcd(SHARED_HEADS, heads // groups)
         score_blocks[(plan.max_blocks, heads // share)](
             layer.c, layer.b, sizes, sums, scores, plan.cu_blocks, plan.blocks, plan.num_rows,
             layer.c.stride(0), layer.b.stride(0),
             H=heads, GROUP=heads // groups, DK=dim_k, PRECISION=precision(layer.c.dtype), BK=padded(dim_k),
-            SHARE=share, OVERLAPS=overlaps, num_warps=4, launch_pdl=overlaps,
+            SHARE=share, num_warps=4, **options,
         )  # fmt: skip
     return BlockScan(
         layer.c, layer.b, layer.x, None, None, sums, sizes, scores, None, layer.states, plan, 1.0,

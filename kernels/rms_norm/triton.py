@@ -6,9 +6,8 @@ The number of warps follows from the row's width alone, so the order of its sum 
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.backend import is_hopper
+from kernels.launches import allow_next_launch_and_wait, overlap_options
 
 # Elements that one warp sums: few enough that a short batch, bound by latency, has many loads in flight.
 WARP_ELEMENTS = 512
@@ -35,9 +34,7 @@ def normalise_rows(
     d = tl.arange(0, BLOCK_D)
     ok = d < D
     weight = tl.load(weight_ptr + d, mask=ok, other=0.0)
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
+    allow_next_launch_and_wait(OVERLAPS)
     x = tl.load(x_ptr + row * stride_x_row + d, mask=ok, other=0.0)
     wide = x.to(tl.float32)
     if ADDS:
@@ -60,7 +57,6 @@ def launch(
     """Fills out and total; checked, non-empty arguments."""
     rows, dim = x.shape
     block = triton.next_power_of_2(dim)
-    overlaps = is_hopper(x.device)
     with torch.cuda.device_of(x):
         normalise_rows[(rows,)](
             x,
@@ -74,7 +70,6 @@ def launch(
             D=dim,
             BLOCK_D=block,
             ADDS=residual is not None,
-            OVERLAPS=overlaps,
             num_warps=min(MAX_WARPS, max(1, block // WARP_ELEMENTS)),
-            launch_pdl=overlaps,
+            **overlap_options(x.device),
         )

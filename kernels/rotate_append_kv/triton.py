@@ -10,13 +10,12 @@ two tiles; addresses are 64-bit because a pool may pass 2^31 elements.
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.addressing import layout_index
 from kernels.addressing.triton import page_offset
-from kernels.backend import is_hopper
 from kernels.fp8 import ScaleKind, Scales
 from kernels.fp8.triton import quantized, stored_scale
+from kernels.launches import allow_next_launch_and_wait, overlap_options
 from kernels.layout import pack_width
 from kernels.rotate_append_kv.call import RotateAppendCall
 from kernels.rotation.triton import load_part, normalise_part, squares, store_part, turned
@@ -165,9 +164,7 @@ def rotate_rows(
     BLOCK_REST: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
+    allow_next_launch_and_wait(OVERLAPS)
     Q_BLOCKS: tl.constexpr = (Q_HEADS + BLOCK_H - 1) // BLOCK_H
     KV_BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     BLOCKS: tl.constexpr = Q_BLOCKS + 2 * KV_BLOCKS
@@ -233,7 +230,6 @@ def launch(call: RotateAppendCall) -> None:
     per_program = max(1, ELEMENTS // elements)
     blocks = triton.cdiv(q_heads, block_h) + 2 * triton.cdiv(shape.heads, block_h)
     half = rotary.dim // 2
-    overlaps = is_hopper(qkv.device)
     with torch.cuda.device_of(qkv):
         rotate_rows[(triton.cdiv(tokens, per_program) * blocks,)](
             qkv,
@@ -268,11 +264,10 @@ def launch(call: RotateAppendCall) -> None:
             BLOCK_H=block_h,
             BLOCK_HALF=triton.next_power_of_2(half),
             BLOCK_REST=triton.next_power_of_2(max(1, shape.dim - 2 * half)),
-            OVERLAPS=overlaps,
             # A product that is fused with a sum is rounded once less than torch's two operations.
             enable_fp_fusion=False,
             num_warps=max(1, elements // ELEMENTS),
-            launch_pdl=overlaps,
+            **overlap_options(qkv.device),
         )
 
 

@@ -6,9 +6,8 @@ Rounds of "the best of those that are left" rather than a sort: top_k is at most
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.backend import is_hopper
+from kernels.launches import allow_next_launch_and_wait, overlap_options
 from kernels.route_experts.routing import LEAST_SUM, LINEAR_FROM, Routing, RoutingRule, Scoring
 
 TINY: tl.constexpr = tl.constexpr(LEAST_SUM)
@@ -83,9 +82,7 @@ def route_rows(
     BLOCK_SIZE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
+    allow_next_launch_and_wait(OVERLAPS)
     END: tl.constexpr = GROUPS * GROUP_SIZE
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, BLOCK_GROUPS)[:, None]
@@ -140,7 +137,6 @@ def launch(
 ) -> None:
     """Fills the routing, or where it chooses none the weights of its experts; checked, non-empty arguments."""
     num_tokens, num_experts = logits.shape
-    overlaps = is_hopper(logits.device)
     with torch.cuda.device_of(logits):
         route_rows[(num_tokens,)](
             logits,
@@ -149,9 +145,8 @@ def launch(
             rule.scale,
             logits.stride(0),
             **constants(rule, num_experts, selection_bias is not None, chooses),
-            OVERLAPS=overlaps,
             num_warps=1,
-            launch_pdl=overlaps,
+            **overlap_options(logits.device),
         )
 
 

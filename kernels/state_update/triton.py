@@ -6,11 +6,10 @@ Pure traffic: each state is read once and written once, or twice where it goes t
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.backend import is_hopper
 from kernels.block_scan import GatedDeltaLayer, Mamba2Layer
 from kernels.block_scan.triton import state_places, step_sizes
+from kernels.launches import allow_next_launch_and_wait, overlap_options
 from kernels.state_slots import StateSlots
 from kernels.state_slots.triton import slots_of_row
 
@@ -78,9 +77,7 @@ def update_delta(
     HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, NORM: tl.constexpr,
     HAS_CHANNELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
+    allow_next_launch_and_wait(OVERLAPS)
     row, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     source, working = slots_of_row(row, working_ptr, restore_ptr, fresh_ptr)
     token = tl.load(cu_ptr + row).to(tl.int64)
@@ -152,9 +149,7 @@ def update_ssd(
         bias = tl.load(bias_ptr + head).to(tl.float32)
     if HAS_SKIP:
         skip = tl.load(skip_ptr + head)
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
+    allow_next_launch_and_wait(OVERLAPS)
     source, working = slots_of_row(row, working_ptr, restore_ptr, fresh_ptr)
     d, e = tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
     is_key, is_value = d < DK, e < DV
@@ -198,15 +193,15 @@ def launch_gated_delta(
     tokens, heads, dim_v = out.shape
     k_heads, dim_k = layer.k.shape[1:]
     rows = (layer.q, layer.k, layer.v, layer.g, layer.beta)
-    values, overlaps = min(VALUES, triton.next_power_of_2(dim_v)), is_hopper(out.device)
+    values = min(VALUES, triton.next_power_of_2(dim_v))
     with torch.cuda.device_of(out):
         update_delta[(slots.num_rows * heads, triton.cdiv(dim_v, values))](
             *rows, layer.states, out, cu_seqlens_q, slots.working, slots.restore, slots.fresh, slots.rolling,
             slots.num_rows, tokens, layer.scale, layer.norm_eps or 0.0, *(tensor.stride(0) for tensor in rows),
             layer.states.stride(0),
             HEADS=heads, GROUP=heads // k_heads, DK=dim_k, DV=dim_v, NORM=layer.norm_eps is not None,
-            HAS_CHANNELS=layer.by_channel, BK=triton.next_power_of_2(dim_k), BV=values, OVERLAPS=overlaps,
-            num_warps=WARPS, launch_pdl=overlaps,
+            HAS_CHANNELS=layer.by_channel, BK=triton.next_power_of_2(dim_k), BV=values,
+            num_warps=WARPS, **overlap_options(out.device),
         )  # fmt: skip
 
 
@@ -216,7 +211,7 @@ def launch_mamba2(layer: Mamba2Layer, cu_seqlens_q: torch.Tensor, slots: StateSl
     groups, dim_k = layer.b.shape[1:]
     steps, gate = layer.steps, layer.x if layer.gate is None else layer.gate
     bias, skip = (steps.a if tensor is None else tensor for tensor in (steps.bias, layer.skip))
-    values, overlaps = min(VALUES, triton.next_power_of_2(dim_v)), is_hopper(out.device)
+    values = min(VALUES, triton.next_power_of_2(dim_v))
     rows = (layer.x, layer.b, layer.c, steps.raw, gate, layer.states)
     with torch.cuda.device_of(out):
         update_ssd[(slots.num_rows * heads, triton.cdiv(dim_v, values))](
@@ -225,6 +220,5 @@ def launch_mamba2(layer: Mamba2Layer, cu_seqlens_q: torch.Tensor, slots: StateSl
             *(tensor.stride(0) for tensor in rows),
             HEADS=heads, GROUP=heads // groups, DK=dim_k, DV=dim_v, HAS_BIAS=steps.bias is not None,
             HAS_SKIP=layer.skip is not None, HAS_GATE=layer.gate is not None,
-            BK=triton.next_power_of_2(dim_k), BV=values, OVERLAPS=overlaps,
-            num_warps=WARPS, launch_pdl=overlaps,
+            BK=triton.next_power_of_2(dim_k), BV=values, num_warps=WARPS, **overlap_options(out.device),
         )  # fmt: skip

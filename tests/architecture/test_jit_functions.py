@@ -13,6 +13,7 @@ JIT_MODULES = (
     "splits_triton.py",
     "kept_triton.py",
     "merge_triton.py",
+    "launches.py",
 )
 
 

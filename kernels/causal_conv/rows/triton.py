@@ -2,8 +2,8 @@
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.launches import allow_next_launch_and_wait
 from kernels.state_slots.triton import slots_of_row
 
 
@@ -59,9 +59,7 @@ def load_constants(
 ):  # fmt: skip
     """Returns the channels' taps and bias, which are loaded while the launch before this one ends; waits for that."""
     taps, bias = load_taps(weight_ptr, c, ok, D_CONV, PACKED), load_bias(bias_ptr, c, ok, HAS_BIAS)
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
+    allow_next_launch_and_wait(OVERLAPS)
     return taps, bias
 
 
@@ -79,9 +77,7 @@ def leave_columns(
     C: tl.constexpr, CARRIED: tl.constexpr, PADDED: tl.constexpr, BLOCK_C: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One snapshot's columns of BLOCK_C channels."""
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
+    allow_next_launch_and_wait(OVERLAPS)
     entry = tl.program_id(0)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     ok = c < C

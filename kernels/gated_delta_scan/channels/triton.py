@@ -21,14 +21,13 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.backend import is_hopper
 from kernels.block_scan import GatedDeltaLayer, ScanPlan
 from kernels.block_scan.call import BlockScan
 from kernels.block_scan.plan import GRID_TOKENS
 from kernels.block_scan.triton import aligned_rows, inverse_length, load_rows, load_scalars, padded
 from kernels.gated_delta_scan.triton import unit_lower_inverse
+from kernels.launches import allow_next_launch_and_wait, overlap_options
 
 # Warps of a program, and key channels that it holds at a time: products are sums over all of them. 2,048 tokens of 32
 # heads on an H200: 218 us, though a thread spills 984 bytes; 64 channels, 224 bytes: 236 us; eight warps with 32, none:
@@ -102,9 +101,7 @@ def solve_channels(
     HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, NORM: tl.constexpr, HALVES: tl.constexpr,
     PRECISION: tl.constexpr, BK: tl.constexpr, CHANNELS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
+    allow_next_launch_and_wait(OVERLAPS)
     block, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     if block < tl.load(cu_blocks_ptr + num_rows):
         first = tl.load(blocks_ptr + block * 2)
@@ -191,7 +188,6 @@ def solve(layer: GatedDeltaLayer, plan: ScanPlan) -> BlockScan:
     # Keys of length 1 are halves without loss of range.
     halves = has_norm and not is_wide
     warps, channels = (WARPS, CHANNELS) if halves else (WIDE_WARPS, WIDE_CHANNELS)
-    overlaps = is_hopper(v.device)
     strides = (tensor.stride(0) for tensor in (q, k, layer.g, layer.beta))
     with torch.cuda.device_of(v):
         solve_channels[(plan.max_blocks * heads,)](
@@ -200,6 +196,6 @@ def solve(layer: GatedDeltaLayer, plan: ScanPlan) -> BlockScan:
             HEADS=heads, GROUP=heads // k_heads, DK=dim_k, NORM=has_norm, HALVES=halves,
             # With three products of tf32 fp32 outputs are within 1.4e-7 of the largest one (an H200, keys of 32).
             PRECISION="tf32x3" if is_wide else "tf32", BK=padded(dim_k), CHANNELS=min(channels, padded(dim_k)),
-            OVERLAPS=overlaps, num_warps=warps, launch_pdl=overlaps,
+            num_warps=warps, **overlap_options(v.device),
         )  # fmt: skip
     return decayed.scan(layer, plan)

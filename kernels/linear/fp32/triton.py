@@ -13,9 +13,8 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.backend import is_hopper
+from kernels.launches import allow_next_launch_and_wait, overlap_options
 
 # 7,168 to 256 is 28 slices of 4 tiles of 64 rows: 112 programs for 132 multiprocessors.
 SLICE_K = 256
@@ -38,9 +37,7 @@ def transpose_rows(
     So lanes with neighbouring rows read neighbouring words of shared memory. From rows as they lie, 16 lanes would meet
     in the same banks, and the loads of a tile would take two to four times as long as its multiply-adds.
     """
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
+    allow_next_launch_and_wait(OVERLAPS)
     k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     source = x_ptr + m.to(tl.int64)[:, None] * stride_x_row + k[None, :]
@@ -95,9 +92,7 @@ def multiply_slices(
 
     Outputs beyond the edge repeat the last one and are not stored.
     """
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
+    allow_next_launch_and_wait(OVERLAPS)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     n_read = tl.minimum(n, num_outputs - 1).to(tl.int64)
@@ -137,9 +132,7 @@ def sum_slices(
     OVERLAPS: tl.constexpr,
 ):
     """The slices of a tile in ascending order; AHEAD of them are loaded before the first is added."""
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
+    allow_next_launch_and_wait(OVERLAPS)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     is_inside = (n < num_outputs)[:, None] & (m < num_rows)[None, :]
@@ -196,8 +189,7 @@ def launch_slices(
     tile = tile_for(num_rows)
     tiles_m = triton.cdiv(num_rows, tile.block_m)
     width, num_slices = tiles_m * tile.block_m, triton.cdiv(depth, SLICE_K)
-    overlaps = is_hopper(x.device)
-    options = {"BLOCK_M": tile.block_m, "OVERLAPS": overlaps, "launch_pdl": overlaps}
+    options = {"BLOCK_M": tile.block_m, **overlap_options(x.device)}
     transposed = weight.new_empty((depth, width))
     transpose_rows[(triton.cdiv(depth, 64), tiles_m)](
         x, transposed, num_rows, depth, width, x.stride(0), BLOCK_K=64, **options
