@@ -38,7 +38,7 @@ from worker_service.transfer.moved_pages import PageFrame
 from worker_service.transfer.page_mover import MoverLimits, PageMover
 
 MIB = 1 << 20
-# Layers and the MiB of each: a snapshot of 64 MiB, and one like Bamba's in fp32.
+# Layers and the MiB of each: a snapshot of 64 MiB, and one of Bamba's shapes with twice its elements of state.
 SNAPSHOTS = {"64 MiB": (32, 2), "233 MiB": (29, 8)}
 ONE_VALUE = 512 * MIB
 WAYS = {"one value": ONE_VALUE, "parts of 1 MiB": MIB, "parts of 4 MiB": 4 * MIB, "parts of 16 MiB": 16 * MIB}

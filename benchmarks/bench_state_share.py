@@ -30,7 +30,7 @@ PAGE_TOKENS = 64
 INTERVAL_TOKENS = 512
 SHARES = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
 # KiB of a page of 64 tokens and of a snapshot, and the pools' sizes in GiB.
-MODELS = {"Qwen3-Next 80B-A3B": (1536, 75_456, (20, 60)), "Bamba 9B": (768, 239_047, (30, 100))}
+MODELS = {"Qwen3-Next 80B-A3B": (1536, 75_456, (20, 60)), "Bamba 9B": (768, 120_220, (30, 100))}
 
 
 def layouts(page_kib: int, snapshot_kib: int) -> tuple[GroupLayout, ...]:

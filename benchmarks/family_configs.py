@@ -23,28 +23,28 @@ COMMON: dict[str, Any] = {
 }
 
 
-class Family(NamedTuple):
+class BenchFamily(NamedTuple):
     """A config.json, and the format of its experts."""
 
     fields: dict[str, Any]
     weights: str = BF16
 
 
-def published(name: str, num_layers: int = 0, weights: str = BF16, **others: int) -> Family:
+def published(name: str, num_layers: int = 0, weights: str = BF16, **others: int) -> BenchFamily:
     """Returns the config.json of a repository; num_layers: with its first layers only, 0: with all."""
     fields = {**(PUBLISHED | PUBLISHED_MAMBA2)[name], **others}
     if num_layers:
         fields["num_hidden_layers"] = num_layers
         fields.pop("layer_types", None)
-    return Family(fields, weights)
+    return BenchFamily(fields, weights)
 
 
 # A layer of DeepSeek V3 takes 11.7 GB with experts in fp8, one of V4 Flash 3.7 GB.
-FAMILIES: dict[str, Family] = {
+FAMILIES: dict[str, BenchFamily] = {
     "experts": published("Qwen/Qwen3-30B-A3B"),
     "experts-fp8": published("Qwen/Qwen3-30B-A3B", weights=FP8),
     "windows-sinks": published("openai/gpt-oss-20b", weights=MXFP4),
-    "two-ropes": Family(
+    "two-ropes": BenchFamily(
         {  # Gemma-3-12b
             "architectures": ["Gemma3ForCausalLM"],
             "hidden_size": 3840,

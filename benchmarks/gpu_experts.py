@@ -200,14 +200,14 @@ def by_expert(x: torch.Tensor, weight: torch.Tensor, given: ExpertPlan) -> torch
 
 
 def library_product(x: torch.Tensor, weight: torch.Tensor, given: ExpertPlan, amount: float) -> Peer:
-    """torch's grouped_mm over rows that lie in order already; its name tells how many rows another batch changed."""
+    """torch's grouped_mm over rows that lie in order already; its name tells how many rows change with the batch."""
     rows, ends = x[given.order.long() // given.top_k], given.starts[1:]
     call = partial(functional.grouped_mm, rows, weight.transpose(1, 2), offs=ends)
     try:
         changed = rows_changed(rows, weight, given, call())
     except RuntimeError:
         return Peer("grouped_mm", call, amount)
-    return Peer(f"grouped_mm ({changed} of {given.num_pairs} rows changed by company)", call, amount)
+    return Peer(f"grouped_mm ({changed} of {given.num_pairs} rows change with the batch)", call, amount)
 
 
 def rows_changed(rows: torch.Tensor, weight: torch.Tensor, given: ExpertPlan, together: torch.Tensor) -> int:

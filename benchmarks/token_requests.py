@@ -12,29 +12,27 @@ from collections.abc import Iterator
 from cli.replay.replay import VOCABULARY, Request
 
 
-def token_requests(
-    seed: int, num_requests: int, *, num_active: int = 64, vocab_size: int = VOCABULARY
-) -> Iterator[Request]:
+def token_requests(seed: int, num_requests: int, *, num_active: int = 64) -> Iterator[Request]:
     """Requests for driving the manager alone; a fifth of them starts a new conversation on one of eight system prompts.
 
     Lengths are log-normal around 400 tokens for a message and 250 for an answer.
     """
     rng = random.Random(seed)
-    systems = [_tokens(rng, rng.randint(200, 3000), vocab_size) for _ in range(8)]
+    systems = [_tokens(rng, rng.randint(200, 3000)) for _ in range(8)]
     histories = [array("i", systems[0]) for _ in range(num_active)]
     for _ in range(num_requests):
         at = rng.randrange(num_active)
         if rng.random() < 0.2:
             histories[at] = array("i", rng.choice(systems))
         history = histories[at]
-        history.extend(_tokens(rng, _length(rng, 400), vocab_size))
-        output = _tokens(rng, _length(rng, 250), vocab_size)
+        history.extend(_tokens(rng, _length(rng, 400)))
+        output = _tokens(rng, _length(rng, 250))
         yield Request(history.tobytes(), output.tobytes())
         history.extend(output)
 
 
-def _tokens(rng: random.Random, num_tokens: int, vocab_size: int) -> array[int]:
-    return array("i", (rng.randrange(vocab_size) for _ in range(num_tokens)))
+def _tokens(rng: random.Random, num_tokens: int) -> array[int]:
+    return array("i", (rng.randrange(VOCABULARY) for _ in range(num_tokens)))
 
 
 def _length(rng: random.Random, median: int) -> int:

@@ -225,14 +225,14 @@ class StemcacheClient:
         return self._cache_stub
 
 
-def greedy(max_tokens: int, logprobs: int | None = None) -> worker_pb2.SamplingParams:
+def greedy(max_tokens: int) -> worker_pb2.SamplingParams:
     """Returns greedy sampling of exactly `max_tokens` tokens."""
-    return worker_pb2.SamplingParams(max_tokens=max_tokens, ignore_eos=True, logprobs=logprobs)
+    return worker_pb2.SamplingParams(max_tokens=max_tokens, ignore_eos=True)
 
 
-def sentence(max_tokens: int, logprobs: int | None = None) -> worker_pb2.SamplingParams:
+def sentence(max_tokens: int) -> worker_pb2.SamplingParams:
     """Returns greedy sampling until the model ends its answer; `max_tokens` at the most."""
-    return worker_pb2.SamplingParams(max_tokens=max_tokens, logprobs=logprobs)
+    return worker_pb2.SamplingParams(max_tokens=max_tokens)
 
 
 async def wait_serving(address: str) -> None:

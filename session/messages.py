@@ -75,8 +75,7 @@ class Welcome(NamedTuple):
 class Acquire(NamedTuple):
     """`tokens` are those after the first `kept_tokens`, which the service kept from an earlier acquire or lease.
 
-    `snapshot_at` (`leave_at` in the protocol) are boundaries in tokens at which snapshots are wanted: other requests
-    part from this one there.
+    `leave_at` are boundaries in tokens at which snapshots are wanted: other requests part from this one there.
     """
 
     sequence_id: SequenceId
@@ -87,7 +86,7 @@ class Acquire(NamedTuple):
     priority: int = 0
     kept_tokens: int = 0
     bypass_cache: bool = False
-    snapshot_at: tuple[int, ...] = ()
+    leave_at: tuple[int, ...] = ()
 
 
 class Grant(NamedTuple):
@@ -129,11 +128,11 @@ class BadItem(NamedTuple):
 
 
 class Extend(NamedTuple):
-    """Room for a length of `num_tokens`. `snapshot_at`: further boundaries in tokens, as in Acquire."""
+    """Room for a length of `num_tokens`. `leave_at`: further boundaries in tokens, as in Acquire."""
 
     sequence_id: SequenceId
     num_tokens: int
-    snapshot_at: tuple[int, ...] = ()
+    leave_at: tuple[int, ...] = ()
 
 
 class Shrink(NamedTuple):

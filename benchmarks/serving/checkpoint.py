@@ -43,18 +43,19 @@ LLAMA_8B: dict[str, Any] = {
 NUM_SHARDS = 8
 # Sharp attention: with flat attention a wrong page would hardly show in the answer.
 QUERY_KEY_GAIN = 2.0
+SEED = 1
 
 
-def write_checkpoint(folder: Path, device: torch.device, config: Mapping[str, Any] = LLAMA_8B, seed: int = 1) -> None:
+def write_checkpoint(folder: Path, device: torch.device, config: Mapping[str, Any] = LLAMA_8B) -> None:
     """N(0, 1 / columns) in bf16; the tokenizer is that of the small random model. Shards are written side by side."""
-    make_random_model(folder, seed)  # for its tokenizer
+    make_random_model(folder, SEED)  # for its tokenizer
     (folder / WEIGHTS).unlink()
     (folder / "config.json").write_text(json.dumps(config))
     names = sorted(expected_shapes(parse_model_spec(dict(config))).items())
     parts = [names[number::NUM_SHARDS] for number in range(NUM_SHARDS)]
 
     def write(number: int) -> None:
-        generator = torch.Generator(device).manual_seed(seed * NUM_SHARDS + number)
+        generator = torch.Generator(device).manual_seed(SEED * NUM_SHARDS + number)
         shard = {name: _weight(name, shape, generator) for name, shape in parts[number]}
         save_file(shard, folder / _shard_name(number), metadata={"format": "pt"})
 

@@ -24,7 +24,8 @@ LEAST_BLOCK = 16  # the least that a product's operand is wide
 # Heads of a program: with more, its sums no longer fit in registers.
 MOST_HEADS = 64
 BLOCK_N = 64
-# Keys of a piece: two of them are a window of 128 and 512 entries. Each that joins a sum costs a trip of 128 KB.
+# Keys of a piece: two of them are a window of 128 and 512 entries. For each piece a running total of 128 KB is read and
+# written once.
 PIECE = 320
 WARPS = 8
 # A choice leads to its page and that to the key: one of each is loaded ahead. Keys of two tiles and the queries are

@@ -1,8 +1,8 @@
 """How many tiles a split of a decode step may hold: a model of how long the step takes, for some limits, by Triton.
 
 Memory serves all programs alike, so a round of one split for each takes as long as their tiles together; but a program
-that is left alone needs `least` of its time in company. A split of a pair that is cut takes a program as long as
-`cut_tiles` more, and a pair's merge, at the end, as long as `merge_tiles` for each of its splits.
+that runs alone takes `least` times what it takes beside others. A split of a pair that is cut takes a program as long
+as `cut_tiles` more, and a pair's merge, at the end, as long as `merge_tiles` for each of its splits.
 
 Where programs claim places, splits that are no more than programs begin at once and have a model of their own: a second
 split costs a program more than its tiles, as it waits for its first ones again. The constants are fitted to 300 such

@@ -1,7 +1,8 @@
 """mla_decode: absorbed latent attention; queries in the latents' own space attend to paged latents.
 
 How a sequence is cut follows from its own length, with cu_seqlens_q from positions alone: so its bits never depend on
-other requests, nor, among calls with cu_seqlens_q, on how many queries they have. Without it they are others.
+other requests, nor, among calls with cu_seqlens_q, on how many queries they have. Calls with and without cu_seqlens_q
+differ in the last bits.
 """
 
 import torch

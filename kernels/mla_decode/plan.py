@@ -8,7 +8,7 @@ import torch
 from kernels._checks import check_lengths
 from kernels.errors import KernelArgumentError
 from kernels.mla_decode.cut_sizes import MANY_PARTS, MANY_ROWS, MOST_MERGED, PIECES, tile_rows_of
-from kernels.mla_decode.tree_sizes import FEW_HEADS, TILE, is_few, tree_of
+from kernels.mla_decode.tree_sizes import MOST_HEADS_TRANSPOSED, TILE, is_transposed, tree_of
 
 __all__ = ["MlaDecodePlan"]
 
@@ -26,9 +26,10 @@ MOST_LEAVES_APART, MOST_TILES_APART, LEAST_LEAVES_WIDE = 32, 2, 24
 class MlaDecodePlan:
     """Static buffers for one batch shape: prepared once per step, read by every layer and by a captured graph.
 
-    A sequence's rows (query tokens times heads) are cut into tiles; a tile is attended by one program, or group by
-    group or leaf by leaf of its keys by several, whose partial results a second launch folds (by load, where tiles are
-    many, the attention itself). Without max_q_tokens it serves calls without cu_seqlens_q, of one query for each
+    A sequence's rows (query tokens x heads) are cut into tiles of rows. One program computes a tile, or several compute
+    its keys in pieces: leaves or groups of leaves, by load a run of key tiles. Partial results are merged by a second
+    launch; by load, from LEAST_TILES_TOGETHER tiles on (always with few heads), by the attention launch itself, where
+    its programs all run at once. Without max_q_tokens the plan serves calls without cu_seqlens_q, of one query for each
     sequence. Launches of one plan share its buffers and counters, so they must follow each other in a stream.
 
     With by_load, cuts are where programs get equally many latents, at any tile of them: faster on Hopper, but a
@@ -51,15 +52,17 @@ class MlaDecodePlan:
         if not 0 <= max_seqs <= MAX_SEQS:
             raise KernelArgumentError(f"max_seqs: must be in 0..{MAX_SEQS}, got {max_seqs}")
         self.one_query = max_q_tokens is None
-        by_load = self.by_load = by_load and (self.one_query or heads > FEW_HEADS)
+        by_load = self.by_load = by_load and (self.one_query or heads > MOST_HEADS_TRANSPOSED)
         max_q_tokens = max_q_tokens or 1
         self.max_seqs, self.max_seqlen_k, self.heads, self.max_q_tokens = max_seqs, max_seqlen_k, heads, max_q_tokens
         if programs is None:
             programs = torch.cuda.get_device_properties(device).multi_processor_count
         self.programs, self.tree = programs, tree_of(heads, self.one_query)
-        self.rows = tile_rows_of(heads, self.one_query) if by_load else 16 if is_few(heads, self.one_query) else 64
-        self.few = self.rows < MANY_ROWS
-        self.slot_rows = self.rows if self.few and not by_load else min(self.rows, heads * max_q_tokens)
+        tree_rows = 16 if is_transposed(heads, self.one_query) else MANY_ROWS
+        self.rows = tile_rows_of(heads, self.one_query) if by_load else tree_rows
+        # Queries are the narrow side of products, latents the other one: the kernels for few heads.
+        self.transposed = self.rows < MANY_ROWS
+        self.slot_rows = self.rows if self.transposed and not by_load else min(self.rows, heads * max_q_tokens)
         tiles = self.tiles = -(-heads * max_q_tokens // self.rows)
         leaves = self.leaves = self.tree.most_leaves(max_seqlen_k)
         # A tile is shared out only if it is longer than a program's part of the batch: see the kernels that plan.
@@ -98,7 +101,7 @@ class MlaDecodePlan:
             self.parts = torch.empty((slots, self.slot_rows, 512), dtype=torch.bfloat16, device=device)
             self.levels = torch.empty((slots, self.slot_rows), dtype=torch.float32, device=device)
         else:
-            of_parts = torch.float32 if self.few else torch.bfloat16
+            of_parts = torch.float32 if self.transposed else torch.bfloat16
             self.acc = torch.empty((slots, self.slot_rows, 512), dtype=of_parts, device=device)
             self.row_max = torch.empty((slots, self.slot_rows), dtype=torch.float32, device=device)
             self.row_sum = torch.empty((slots, self.slot_rows), dtype=torch.float32, device=device)
@@ -111,9 +114,9 @@ class MlaDecodePlan:
         # By load: the counters of the barrier at which programs meet to fold, 0 between launches; with few heads what
         # `meet` has, and the tiles that programs have yet to ask for. Of each sequence that is cut, at its first slot,
         # parts that are stored. Tiles and parts are 0 between launches.
-        self.arrivals = buffer((4 if self.few else 2) if self.by_load else 0, dtype=torch.int32)
-        self.stored = buffer(slots if self.by_load and self.few else 0, dtype=torch.int32)
-        if self.few or self.by_load:
+        self.arrivals = buffer((4 if self.transposed else 2) if self.by_load else 0, dtype=torch.int32)
+        self.stored = buffer(slots if self.by_load and self.transposed else 0, dtype=torch.int32)
+        if self.transposed or self.by_load:
             # Running totals of leaves; by load there are none.
             totals = 0 if self.by_load else self.programs
             self.sums = torch.empty((totals, self.rows, 512), dtype=torch.float32, device=device)
@@ -125,7 +128,7 @@ class MlaDecodePlan:
 
     def folds_together(self, num_seqs: int) -> bool:
         """Returns whether the attention's programs fold this number of sequences; if not, a launch behind it does."""
-        return self.by_load and self.fit_at_once and (self.few or num_seqs * self.tiles >= LEAST_TILES_TOGETHER)
+        return self.by_load and self.fit_at_once and (self.transposed or num_seqs * self.tiles >= LEAST_TILES_TOGETHER)
 
     def begins_early(self, num_seqs: int) -> bool:
         """Returns whether a launch of few heads asks for latents before the launch before it has ended.
@@ -139,7 +142,7 @@ class MlaDecodePlan:
 
         `leaves` are those of all tiles of a sequence.
         """
-        if self.by_load or self.few or not self.one_query or self.tiles > MOST_TILES_APART:
+        if self.by_load or self.transposed or not self.one_query or self.tiles > MOST_TILES_APART:
             return 0
         return min(MOST_LEAVES_APART, slots) // leaves
 
@@ -184,8 +187,8 @@ class MlaDecodePlan:
                 heads=self.heads,
                 rows=self.rows,
                 slot_rows=self.slot_rows,
-                many_parts=MANY_PARTS if self.few and together else self.programs + 1,
-                most_merged=MOST_MERGED if self.few and together else 1,
+                many_parts=MANY_PARTS if self.transposed and together else self.programs + 1,
+                most_merged=MOST_MERGED if self.transposed and together else 1,
             )
             return
         from kernels.mla_decode.plan_triton import launch

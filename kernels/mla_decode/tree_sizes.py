@@ -2,10 +2,11 @@
 
 from typing import NamedTuple
 
-__all__ = ["SHORT_LEAVES", "TILE", "Tree", "is_few", "tree_of"]
+__all__ = ["SHORT_LEAVES", "TILE", "Tree", "is_transposed", "tree_of"]
 
-# Up to this many heads a query's rows are the narrow side of the products: see the Hopper kernels.
-FEW_HEADS = 16
+# Up to this many heads a query's rows are the narrow side of the products, unless cuts are by load (cut_sizes.py has
+# that number): see the Hopper kernels.
+MOST_HEADS_TRANSPOSED = 16
 # Latents that a program attends to at a time.
 TILE = 64
 # A sequence of up to this many leaves has leaves of at most Tree.short latents, a longer one of at most Tree.leaf.
@@ -37,19 +38,18 @@ class Tree(NamedTuple):
         return leaves
 
 
-def is_few(heads: int, one_query: bool) -> bool:
-    """Returns whether a call is one for the kernel of few rows: by heads and by the form of the call, never by a
-    length."""
-    return one_query and heads <= FEW_HEADS
+def is_transposed(heads: int, one_query: bool) -> bool:
+    """Returns whether the tree's kernel for few heads takes a call: by heads and the form of the call, by no length."""
+    return one_query and heads <= MOST_HEADS_TRANSPOSED
 
 
 def tree_of(heads: int, one_query: bool) -> Tree:
     """The tree that no batch and no number of queries changes, and with several queries no length.
 
     Few rows leave a partial result small enough for short leaves, which small batches need to fill a card, and for
-    folding a group in registers; where they are many, each leaf that joins a sum costs a trip of 64 KB.
+    folding a group in registers; where they are many, 64 KB of a sum are read and written once for each leaf.
     """
-    if is_few(heads, one_query):
+    if is_transposed(heads, one_query):
         return Tree(640, 8, short=512)
     if one_query:  # ADR 18 has what 1,280 costs fewer heads
         return Tree(1280 if heads > 64 else 1152, 8, short=1024)

@@ -22,8 +22,8 @@ LENGTH_BYTES = 4
 def fill_extends(message: cache_pb2.Extends, extends: Sequence[Extend]) -> None:
     _fill_lengths(message, extends)
     for extend in extends:
-        if extend.snapshot_at:
-            message.leave_at.add(sequence_id=extend.sequence_id, boundary_tokens=extend.snapshot_at)
+        if extend.leave_at:
+            message.leave_at.add(sequence_id=extend.sequence_id, boundary_tokens=extend.leave_at)
 
 
 def fill_shrinks(message: cache_pb2.Shrinks, shrinks: Sequence[Shrink]) -> None:
@@ -66,7 +66,7 @@ def _with_boundaries(messages: Sequence[cache_pb2.LeaveAt], extends: tuple[Exten
         message.sequence_id: decode_boundaries(message.boundary_tokens, f"{field}.boundary_tokens")
         for message in messages
     }
-    out = tuple(extend._replace(snapshot_at=named.pop(extend.sequence_id, ())) for extend in extends)
+    out = tuple(extend._replace(leave_at=named.pop(extend.sequence_id, ())) for extend in extends)
     if named:
         raise InvalidInput(f"{field}.sequence_id", f"{next(iter(named))} is no sequence that is extended")
     return out

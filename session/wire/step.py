@@ -76,7 +76,7 @@ def _fill_acquire(message: cache_pb2.Acquire, value: Acquire) -> None:
     message.priority = value.priority
     message.kept_tokens = value.kept_tokens
     message.bypass_cache = value.bypass_cache
-    message.leave_at.extend(value.snapshot_at)
+    message.leave_at.extend(value.leave_at)
 
 
 def _fill_adopt(message: cache_pb2.Adopt, value: Adopt) -> None:

@@ -30,14 +30,14 @@ class FakeWorker(Mover):
         sequence_id: int | None = None,
         kept: int = 0,
         bypass: bool = False,
-        snapshot_at: Sequence[int] = (),
+        leave_at: Sequence[int] = (),
     ) -> Live | Refusal:
         if sequence_id is None:
             self.world.next_sequence += 1
             sequence_id = self.world.next_sequence
         self.world.next_sequence = max(self.world.next_sequence, sequence_id)
         acquire = Acquire(
-            SequenceId(sequence_id), namespace, pack(tokens), reserve, chunk, priority, 0, bypass, tuple(snapshot_at)
+            SequenceId(sequence_id), namespace, pack(tokens), reserve, chunk, priority, 0, bypass, tuple(leave_at)
         )
         sent = acquire._replace(tokens=pack(tokens[kept:]), kept_tokens=kept)
         reply = self.step(acquires=[sent])
@@ -94,9 +94,9 @@ class FakeWorker(Mover):
         self.published(live, publish)
         return reply
 
-    def extend(self, live: Live, num_tokens: int, snapshot_at: Sequence[int] = ()) -> bool:
+    def extend(self, live: Live, num_tokens: int, leave_at: Sequence[int] = ()) -> bool:
         """Ask for room; False when it was refused."""
-        reply = self.step(extends=[Extend(SequenceId(live.id), num_tokens, tuple(snapshot_at))])
+        reply = self.step(extends=[Extend(SequenceId(live.id), num_tokens, tuple(leave_at))])
         granted = any(e.sequence_id == live.id for e in reply.extends)
         assert granted != any(r.sequence_id == live.id for r in reply.refusals)
         return granted

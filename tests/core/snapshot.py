@@ -92,7 +92,7 @@ def _lease_state(lease: Lease, numbers: dict[Node, int]) -> tuple[object, ...]:
             lease.priority,
             lease.room_tokens,
             sorted(lease.fetches),
-            sorted(lease.snapshot_at),
+            sorted(lease.leave_at),
             len(lease.arrived),
         ),
         repr(lease.holds),

@@ -87,7 +87,7 @@ def test_a_guess_evicts_no_wanted_snapshot() -> None:
 def test_a_known_branch_gets_its_snapshot_before_anybody_branches() -> None:
     worker = hybrid(16)
     oracle = Oracle(worker)
-    live = worker.start(span(1, 50), chunk=20, snapshot_at=[12, 32])
+    live = worker.start(span(1, 50), chunk=20, leave_at=[12, 32])
     worker.prefill(live, 20)
     oracle.check()
     assert {12, 32} <= {boundary for _, boundary in live.snapshots}
@@ -100,7 +100,7 @@ def test_an_extend_names_branches_that_became_known() -> None:
     live = worker.start(span(1, 50), chunk=20)
     worker.launch(live, 20)
     worker.publish(live)
-    assert worker.extend(live, 40, snapshot_at=[8, 24])
+    assert worker.extend(live, 40, leave_at=[8, 24])
     assert {boundary for _, boundary in live.snapshots} == {20, 24, 40}, "8 has been passed"
     worker.launch(live, 20)
     worker.publish(live)
@@ -112,7 +112,7 @@ def test_a_branch_counts_as_wanted_where_a_guess_was() -> None:
     worker = hybrid(12, 8)
     live = worker.start(span(1, 21))
     assert {boundary for _, boundary in live.snapshots} == {8, 16, 20}
-    assert worker.extend(live, 21, snapshot_at=[8])
+    assert worker.extend(live, 21, leave_at=[8])
     worker.prefill(live)
     worker.release(live)
     orders = worker.world.manager.worker("w0").sparse[0].pages.order()  # type: ignore[arg-type]
@@ -123,7 +123,7 @@ def test_a_branch_counts_as_wanted_where_a_guess_was() -> None:
 def test_a_branch_that_is_no_boundary_is_refused_alone(boundary: int) -> None:
     worker = hybrid(16)
     before = worker.world.snapshot()
-    bad = Acquire(SequenceId(99), NS, pack(span(1, 20)), snapshot_at=(4, boundary))
+    bad = Acquire(SequenceId(99), NS, pack(span(1, 20)), leave_at=(4, boundary))
     (refusal,) = worker.raw_step(acquires=[bad]).refusals
     assert (refusal.reason, refusal.field) == (RefusalReason.INVALID, "step.acquires[0].leave_at")
     assert worker.world.snapshot() == before
@@ -135,19 +135,19 @@ def test_a_branch_that_is_no_boundary_is_refused_alone(boundary: int) -> None:
 def test_branches_are_bounded() -> None:
     worker = hybrid(100)
     many = tuple(4 * page for page in range(1, MAX_SNAPSHOT_BOUNDARIES + 2))
-    (refusal,) = worker.raw_step(acquires=[Acquire(SequenceId(99), NS, pack(span(1, 600)), snapshot_at=many)]).refusals
+    (refusal,) = worker.raw_step(acquires=[Acquire(SequenceId(99), NS, pack(span(1, 600)), leave_at=many)]).refusals
     assert refusal.field == "step.acquires[0].leave_at"
-    live = worker.start(span(1, 600), chunk=4, snapshot_at=many[:-1])
+    live = worker.start(span(1, 600), chunk=4, leave_at=many[:-1])
     for start in range(300, 600, 4):
-        worker.extend(live, 4, snapshot_at=range(start, start + 4, 4))
+        worker.extend(live, 4, leave_at=range(start, start + 4, 4))
     (lease,) = worker.world.manager.worker("w0").leases.all()  # type: ignore[arg-type]
-    assert len(lease.snapshot_at) == MAX_SNAPSHOT_BOUNDARIES
+    assert len(lease.leave_at) == MAX_SNAPSHOT_BOUNDARIES
 
 
 def test_a_window_beside_the_state_is_kept_at_a_known_branch() -> None:
     """Window pages that are left behind go first, but for those that a known branch needs."""
     worker = FakeWorker(World(watch=True), (full(512), window(24, 8), state(16)), 4)
-    live = worker.start(span(1, 60), chunk=12, snapshot_at=[24])
+    live = worker.start(span(1, 60), chunk=12, leave_at=[24])
     worker.prefill(live, 12)
     worker.release(live)
     for start in (1000, 2000):
@@ -222,11 +222,11 @@ def test_explain_names_the_snapshots_of_a_prompt() -> None:
 )
 def test_every_wanted_snapshot_is_there(prompt: int, page: int, interval: int, chunk: int, hints: set[int]) -> None:
     worker = hybrid(256, interval * page, page, 256)
-    snapshot_at = sorted(boundary * page for boundary in hints)
-    live = worker.start(span(1, prompt), chunk=chunk, snapshot_at=snapshot_at)
+    leave_at = sorted(boundary * page for boundary in hints)
+    live = worker.start(span(1, prompt), chunk=chunk, leave_at=leave_at)
     worker.prefill(live, chunk)
     worker.release(live)
-    wanted = {(prompt - 1) // page * page, prompt // page * page, *snapshot_at}
+    wanted = {(prompt - 1) // page * page, prompt // page * page, *leave_at}
     if interval:
         wanted.update(range(interval * page, prompt + 1, interval * page))
     for boundary in wanted:

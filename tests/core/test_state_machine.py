@@ -34,7 +34,7 @@ class Machine(Troubled):
         base=INDEX,
         keep=st.integers(0, 12),
         bypass=st.sampled_from([False, False, False, True]),
-        snapshot_at=BOUNDARIES,
+        leave_at=BOUNDARIES,
     )
     def acquire(
         self,
@@ -46,7 +46,7 @@ class Machine(Troubled):
         base: int,
         keep: int,
         bypass: bool,
-        snapshot_at: list[int],
+        leave_at: list[int],
     ) -> None:
         tokens, priority = self.prompt(tokens, base, keep), at % 2
         worker = self.worker(at)
@@ -55,7 +55,7 @@ class Machine(Troubled):
         free, leaves = [oracle.num_free(g) for g in range(len(worker.groups))], oracle.leaves()
         blurred, fetching = oracle.blurred(), self.fetch_state(worker)
         answer = worker.submit(
-            tokens, namespace, chunk=chunk, reserve=reserve, priority=priority, bypass=bypass, snapshot_at=snapshot_at
+            tokens, namespace, chunk=chunk, reserve=reserve, priority=priority, bypass=bypass, leave_at=leave_at
         )
         if isinstance(answer, Refusal) and answer.reason is RefusalReason.NO_ROOM:
             self.waiting[worker.id, answer.sequence_id] = namespace, tokens
@@ -125,18 +125,18 @@ class Machine(Troubled):
         assert len(reply.refusals) == (kind != "publish")
         self.checked()
 
-    @rule(at=INDEX, size=st.integers(1, 6), ask=st.booleans(), snapshot_at=BOUNDARIES)
-    def launch(self, at: int, size: int, ask: bool, snapshot_at: list[int]) -> None:
+    @rule(at=INDEX, size=st.integers(1, 6), ask=st.booleans(), leave_at=BOUNDARIES)
+    def launch(self, at: int, size: int, ask: bool, leave_at: list[int]) -> None:
         found = self.live(at)
         if found is None or found[1].computed == len(found[1].tokens):
             return
         worker, live = found
         end = min(live.computed + size, len(live.tokens))
-        if self.room(worker, live, end, ask, snapshot_at):
+        if self.room(worker, live, end, ask, leave_at):
             worker.launch(live, end - live.computed)
         self.checked()
 
-    def room(self, worker: FakeWorker, live: Live, end: int, ask: bool, snapshot_at: Sequence[int] = ()) -> bool:
+    def room(self, worker: FakeWorker, live: Live, end: int, ask: bool, leave_at: Sequence[int] = ()) -> bool:
         """Pages up to `end`, asked for where they are missing; the oracle knows whether there are any."""
         pages = -(-end // 2)
         tables = [g for g, spec in enumerate(worker.groups) if spec.kind != GroupKind.STATE]
@@ -146,7 +146,7 @@ class Machine(Troubled):
         oracle = self.oracles[worker.id]
         fits = all(n <= oracle.num_free(g) + len(oracle.evictable(g)) for g, n in need.items())
         blurred = oracle.blurred()
-        granted = worker.extend(live, end, snapshot_at)
+        granted = worker.extend(live, end, leave_at)
         assert blurred or granted == fits or (worker.spills and not granted), "an extend against the counts"
         return granted
 

@@ -92,7 +92,7 @@ def test_a_later_cut_may_outweigh_the_first_by_far(cuda: str) -> None:
 
 def assert_at_rest(plan: MlaDecodePlan) -> None:
     """Meetings are counted on; the next one's counter, and those of tiles and parts, are 0."""
-    if plan.few:
+    if plan.transposed:
         meetings = int(plan.arrivals[0])
         assert not plan.arrivals[1 + meetings % 2] and not plan.arrivals[3] and not plan.stored.any()
     else:

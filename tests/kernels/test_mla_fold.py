@@ -67,7 +67,7 @@ def test_parts_of_a_unit_are_weighed_by_their_sums(
     for first_row, rows, parts, part_row in plan.shared[: len(UNITS[name])].tolist():
         slot = part_row // plan.slot_rows
         values = torch.empty((parts, plan.slot_rows, 512), dtype=torch.float64, device=target.device)
-        values[:, :, columns(plan.few)] = plan.parts[slot : slot + parts].double()
+        values[:, :, columns(plan.transposed)] = plan.parts[slot : slot + parts].double()
         weight = torch.exp2(plan.levels[slot : slot + parts].double())
         total = weight.sum(0)
         folded = (values * weight[..., None]).sum(0) / torch.where(total == 0, 1.0, total)[:, None]

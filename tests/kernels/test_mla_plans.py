@@ -14,7 +14,7 @@ from kernels.backend import Backend
 from kernels.errors import KernelArgumentError
 from kernels.mla_decode import MlaDecodePlan
 from kernels.mla_decode.cut_sizes import LONGER, MANY_PARTS, MOST_MERGED
-from kernels.mla_decode.tree_sizes import FEW_HEADS, TILE, tree_of
+from kernels.mla_decode.tree_sizes import MOST_HEADS_TRANSPOSED, TILE, tree_of
 from kernels.mla_prefill import BLOCK, MlaPrefillPlan
 from tests.examples import examples
 from tests.kernels.conftest import rarely_interpreted
@@ -38,7 +38,7 @@ def leaf_of(length: int, heads: int, several: bool = False) -> int:
     if tree.short is None:
         return tree.leaf
     tiles, leaves = max(-(-length // TILE), 1), tree.most_leaves(length)
-    unit = 1 if heads <= FEW_HEADS else 2
+    unit = 1 if heads <= MOST_HEADS_TRANSPOSED else 2
     return -(-tiles // (unit * leaves)) * unit * TILE
 
 
@@ -82,7 +82,7 @@ def leaf_tiles() -> Jitted:
 )
 def test_leaves_are_as_many_as_a_power_of_two_says(length: int, heads: int, leaf_tiles: Jitted) -> None:
     tree = tree_of(heads, one_query=True)
-    tiles = leaf_tiles(length, tree.leaf, tree.short, TILE, heads > FEW_HEADS)
+    tiles = leaf_tiles(length, tree.leaf, tree.short, TILE, heads > MOST_HEADS_TRANSPOSED)
     assert tiles * TILE == leaf_of(length, heads) <= tree.leaf
     most = tree.most_leaves(length)
     assert leaves_of(length, heads) <= most <= tree.most_leaves(length + 1) and most.bit_count() == 1
@@ -210,7 +210,7 @@ def test_one_latent_more_makes_no_program_much_busier(target: Target, heads: int
 
 
 def merges(plan: MlaDecodePlan, parts_of: dict[int, list[int]]) -> bool:
-    return plan.few and max(map(len, parts_of.values()), default=0) <= MOST_MERGED
+    return plan.transposed and max(map(len, parts_of.values()), default=0) <= MOST_MERGED
 
 
 def assert_pieces_cover(plan: MlaDecodePlan, parts_of: dict[int, list[int]], listed: int) -> None:
@@ -227,7 +227,7 @@ def assert_pieces_cover(plan: MlaDecodePlan, parts_of: dict[int, list[int]], lis
         slot = part_row // plan.slot_rows
         assert parts_of[first_row - offset] == list(range(slot, slot + parts)) and rows <= plan.rows
         rows_left[first_row - offset] -= set(range(offset, offset + rows))
-        assert not (plan.few and parts >= MANY_PARTS) or rows <= -(-plan.slot_rows // 8) * 2
+        assert not (plan.transposed and parts >= MANY_PARTS) or rows <= -(-plan.slot_rows // 8) * 2
     queries = plan.heads * plan.max_q_tokens
     assert all(row >= queries % plan.rows > 0 for left in rows_left.values() for row in left)
 
@@ -253,7 +253,7 @@ def test_cuts_by_load_cover_every_tile_once_in_order(
     done, slots, merged = [], [], []
     parts_of: dict[int, list[int]] = {}
     for seq, q_start, q_len, tile, first, stop, length, slot in items:
-        if plan.few:
+        if plan.transposed:
             merged.append((slot, q_len, tile))
             q_len, tile = 1, 0
         assert (q_start, q_len, length) == (sum(queries[:seq]), queries[seq], lengths[seq])

@@ -341,9 +341,8 @@ def test_a_step_arrives_as_it_was_said() -> None:
     assert decode_step(over_the_wire(encode_step(said)).step, LIMITS) == said
     assert decode_step(over_the_wire(encode_step(Step(3))).step, LIMITS) == Step(3)
     extends = tuple(
-        extend._replace(snapshot_at=snapshot_at)
-        for extend, snapshot_at in zip(said.extends, ((), (16, 48)), strict=True)
+        extend._replace(leave_at=leave_at) for extend, leave_at in zip(said.extends, ((), (16, 48)), strict=True)
     )
-    acquires = tuple(item._replace(snapshot_at=(32,)) for item in said.acquires if isinstance(item, Acquire))
+    acquires = tuple(item._replace(leave_at=(32,)) for item in said.acquires if isinstance(item, Acquire))
     said = said._replace(extends=extends, acquires=acquires)
     assert decode_step(over_the_wire(encode_step(said)).step, LIMITS) == said

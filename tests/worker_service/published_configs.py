@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.worker_service.published_dense import PUBLISHED_DENSE
 from tests.worker_service.published_sparse import PUBLISHED_SPARSE
 from tests.worker_service.published_states import PUBLISHED_STATES
 from tests.worker_service.published_v4 import PUBLISHED_V4
 
 PUBLISHED: dict[str, dict[str, Any]] = {
+    **PUBLISHED_DENSE,
     **PUBLISHED_SPARSE,
     **PUBLISHED_STATES,
     **PUBLISHED_V4,

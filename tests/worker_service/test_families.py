@@ -7,6 +7,8 @@ import torch
 
 from session.words import GroupKind
 from tests.worker_service.model_kit import MODELS, make_config
+from tests.worker_service.published_configs import PUBLISHED
+from tests.worker_service.published_mamba2 import PUBLISHED_MAMBA2
 from worker_service.model.config import parse_model_spec
 from worker_service.model.families import BY_ARCHITECTURE, FAMILIES
 from worker_service.model.families.family import Family
@@ -29,6 +31,13 @@ def test_its_kinds_are_those_of_its_models_groups(family: Family, specs: list[Mo
             assert spec.page_tokens == family.page_tokens
             kinds |= {layout.kind for layout in page_layouts(spec, torch.float32, spec.page_tokens)}
     assert kinds == set(family.kinds)
+
+
+def test_each_has_a_published_config() -> None:
+    """Those of the tables are held against transformers' config classes."""
+    published = {name for fields in (PUBLISHED | PUBLISHED_MAMBA2).values() for name in fields["architectures"]}
+    without = [family.architectures for family in FAMILIES if not published & set(family.architectures)]
+    assert not without, without
 
 
 def test_no_architecture_has_two_families_and_no_format_is_unknown() -> None:

@@ -51,6 +51,7 @@ UNREAD = {
     "order_of_interleaved_layers",
     "output_router_logits",
     "pad_token_id",
+    "pretraining_tp",
     "position_embedding_type",
     "rotary_pct",
     "router_aux_loss_coef",
@@ -68,6 +69,7 @@ V4_UNREAD = {"attention_bias", "expert_dtype", "norm_topk_prob", "topk_method"}
 V3_UNREAD = {"moe_layer_freq", "num_key_value_heads", "scoring_func", "topk_method"}
 UNREAD_BY = {
     "google/gemma-2-9b": {"hidden_act"},
+    "Qwen/Qwen3-8B": {"sliding_window"},
     "Qwen/Qwen3-30B-A3B": {"sliding_window"},
     "CohereLabs/c4ai-command-r7b-12-2024": {"use_qk_norm"},
     "Qwen/Qwen3-Next-80B-A3B-Instruct": {"use_sliding_window"},
@@ -76,10 +78,22 @@ UNREAD_BY = {
     "Qwen/Qwen3.5-35B-A3B": {"mlp_only_layers"},
     # Its attention sees no positions.
     "moonshotai/Kimi-Linear-48B-A3B-Instruct": {"head_dim", "num_key_value_heads", "rope_scaling", "rope_theta"},
+    # Its experts are in no groups, and their weights are as the router gives them.
+    "deepseek-ai/DeepSeek-V2-Lite": {
+        "aux_loss_alpha",
+        "moe_layer_freq",
+        "n_group",
+        "norm_topk_prob",
+        "num_key_value_heads",
+        "scoring_func",
+        "seq_aux",
+        "topk_group",
+    },
     "deepseek-ai/DeepSeek-V3": V3_UNREAD,
     "deepseek-ai/DeepSeek-V4-Flash": V4_UNREAD,
     "deepseek-ai/DeepSeek-V4-Pro": V4_UNREAD,
     "deepseek-ai/DeepSeek-V3.2-Exp": V3_UNREAD,
+    "zai-org/GLM-4.7-Flash": {"first_k_dense_replace", "num_key_value_heads", "partial_rotary_factor", "topk_method"},
     "zai-org/GLM-5": {*V3_UNREAD, "head_dim", "indexer_rope_interleave"},
     "GLM-5 with shared choices": {*V3_UNREAD, "head_dim", "indexer_rope_interleave"},
 }

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from session.words import GroupKind
 from tests.worker_service.kv_layouts import kv_layouts
+from tests.worker_service.published_mamba2 import PUBLISHED_MAMBA2
 from tests.worker_service.published_states import PUBLISHED_STATES
 from worker_service.config import WorkerConfig
 from worker_service.core.errors import PoolError
@@ -142,35 +143,10 @@ def test_states_get_a_slot_for_each_sequence_and_a_share_of_memory_for_snapshots
     assert counts_for(with_states(64), 1000, DEMAND) == (1000, 1002)
 
 
-BAMBA: dict[str, Any] = {
-    "architectures": ["BambaForCausalLM"],
-    "attn_layer_indices": [9, 18, 27],
-    "attn_rotary_emb": 64,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "mamba_chunk_size": 256,
-    "mamba_conv_bias": True,
-    "mamba_d_conv": 4,
-    "mamba_d_head": 64,
-    "mamba_d_state": 256,
-    "mamba_expand": 2,
-    "mamba_n_groups": 1,
-    "mamba_n_heads": 128,
-    "mamba_proj_bias": False,
-    "max_position_embeddings": 262144,
-    "model_type": "bamba",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "vocab_size": 128256,
+LARGE = {
+    "Qwen3-Next": (PUBLISHED_STATES["Qwen/Qwen3-Next-80B-A3B-Instruct"], 73.7),
+    "Bamba": (PUBLISHED_MAMBA2["ibm-fms/Bamba-9B"], 117.4),
 }
-
-
-LARGE = {"Qwen3-Next": (PUBLISHED_STATES["Qwen/Qwen3-Next-80B-A3B-Instruct"], 73.7), "Bamba": (BAMBA, 233.4)}
 
 
 def large(name: str) -> tuple[tuple[GroupLayout, ...], PoolDemand]:
@@ -188,7 +164,7 @@ def large(name: str) -> tuple[tuple[GroupLayout, ...], PoolDemand]:
 
 @pytest.mark.parametrize(
     ("name", "budget_gib", "snapshots"),
-    [("Qwen3-Next", 20, 70), ("Qwen3-Next", 60, 256), ("Bamba", 30, 22), ("Bamba", 100, 124)],
+    [("Qwen3-Next", 20, 70), ("Qwen3-Next", 60, 256), ("Bamba", 30, 65), ("Bamba", 100, 269)],
 )
 def test_large_snapshots_get_half_of_the_pages_memory_by_default(name: str, budget_gib: int, snapshots: int) -> None:
     """As docs/operations.md says of state_share: `snapshots` beside the slots of max_num_seqs running sequences."""
@@ -201,7 +177,7 @@ def test_large_snapshots_get_half_of_the_pages_memory_by_default(name: str, budg
     assert plan_pages(layouts, budget_gib << 30, twice)[1] > slots
 
 
-@pytest.mark.parametrize(("name", "budget_gib"), [("Qwen3-Next", 6.2), ("Bamba", 18)])
+@pytest.mark.parametrize(("name", "budget_gib"), [("Qwen3-Next", 6.2), ("Bamba", 9)])
 def test_a_small_pool_keeps_a_few_snapshots_all_the_same(name: str, budget_gib: float) -> None:
     layouts, demand = large(name)
     budget_bytes = int(budget_gib * (1 << 30))
@@ -211,7 +187,7 @@ def test_a_small_pool_keeps_a_few_snapshots_all_the_same(name: str, budget_gib: 
     assert plan_pages(layouts, budget_bytes, demand._replace(state_share=0.0))[1] == demand.max_num_seqs
 
 
-@pytest.mark.parametrize(("name", "budget_gib", "fits"), [("Qwen3-Next", 5, 40), ("Bamba", 16, 55)])
+@pytest.mark.parametrize(("name", "budget_gib", "fits"), [("Qwen3-Next", 5, 40), ("Bamba", 8, 55)])
 def test_states_that_take_the_whole_budget_are_an_error_that_says_what_to_set(
     name: str, budget_gib: int, fits: int
 ) -> None:

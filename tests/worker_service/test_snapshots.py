@@ -108,7 +108,7 @@ def test_windows_and_full_attention_name_no_branches() -> None:
     for number in range(3):
         driven.ask([*document(64), number])
     step = driven.scheduler.next_step()
-    assert step is not None and [acquire.snapshot_at for acquire in step.acquires] == [()]  # type: ignore[union-attr]
+    assert step is not None and [acquire.leave_at for acquire in step.acquires] == [()]  # type: ignore[union-attr]
 
 
 # A document that is left in its middle.

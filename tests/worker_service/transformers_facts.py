@@ -12,7 +12,7 @@ from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
 from tests.worker_service.spec_facts import Facts, Layer, recurrent_layer
 
 Fields = dict[str, Any]
-QK_NORMS = ("gemma3_text", "qwen3_moe", "lfm2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+QK_NORMS = ("gemma3_text", "qwen3_moe", "lfm2", "qwen3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 EXPERTS_NAMES = ("n_routed_experts", "num_local_experts", "num_experts")
 EPS_NAMES = ("rms_norm_eps", "layer_norm_eps", "norm_eps")
 
@@ -40,7 +40,7 @@ def facts_of_transformers(fields: Fields) -> Facts:
 
 
 def _layer_of_transformers(config: Any, layer: int) -> Layer:
-    if config.model_type in ("deepseek_v3", "deepseek_v32", "glm_moe_dsa"):
+    if config.model_type in ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"):
         return _latent_layer_of_transformers(config, layer)
     if config.model_type == "deepseek_v4":
         return _compressed_layer_of_transformers(config, layer)
@@ -160,8 +160,8 @@ def _mlp_of_transformers(config: Any, layer: int) -> tuple[Any, ...]:
         config.num_experts_per_tok,
         always or getattr(config, "norm_topk_prob", True),
         getattr(config, "routed_scaling_factor", 1.0),
-        getattr(config, "n_group", 1),
-        getattr(config, "topk_group", 1),
+        getattr(config, "n_group", None) or 1,
+        getattr(config, "topk_group", None) or 1,
         getattr(config, "shared_expert_intermediate_size", inner * getattr(config, "n_shared_experts", 0)),
         config.model_type == "deepseek_v4" and config.mlp_layer_types[layer] == "hash_moe",
     )

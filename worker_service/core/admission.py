@@ -142,7 +142,7 @@ class Admission:
             sequence.request.priority,
             sequence.kept_len,
             sequence.request.bypass_cache,
-            sequence.snapshot_at(),
+            sequence.leave_at(),
         )
 
 

@@ -94,8 +94,8 @@ class Readmitter:
     def reject_step(self) -> tuple[Failed, ...]:
         """The unanswered step ended two sessions: it is void, and the next Hello begins anew.
 
-        Requests that it asked pages for ask one by one, so that the culprit is alone in its next step. Returns the
-        request that was alone already."""
+        Requests that it asked pages for ask one by one, so that the rejected request is alone in its next step.
+        Returns the one that was alone already."""
         self._generation = 0
         self._admission.one_by_one()
         suspects = [asked.sequence for asked in self._steps.asked.values() if asked.ask in (Ask.ACQUIRE, Ask.ADOPT)]
@@ -103,8 +103,8 @@ class Readmitter:
             sequence.num_rejected += 1
         if len(suspects) > 1:
             return ()
-        culprits = [sequence for sequence in suspects if sequence.num_rejected >= MAX_REJECTED]
-        return tuple(self._fail(sequence, "prompt", "the cache service rejects it") for sequence in culprits)
+        rejected = [sequence for sequence in suspects if sequence.num_rejected >= MAX_REJECTED]
+        return tuple(self._fail(sequence, "prompt", "the cache service rejects it") for sequence in rejected)
 
     def _fail_excessive(self) -> tuple[Failed, ...]:
         """Fails the requests beyond the limits, which may have become smaller."""

@@ -214,7 +214,7 @@ class Sequence:
         has_moved_on = self.written_len // page_tokens * page_tokens > boundary
         return 0 if not self.rolling or has_moved_on or boundary <= self.in_prefill_until else boundary
 
-    def snapshot_at(self) -> tuple[int, ...]:
+    def leave_at(self) -> tuple[int, ...]:
         """Returns the branches that no launch can have passed, as an acquire or an extend names them."""
         if not self.branches:
             return ()

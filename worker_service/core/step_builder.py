@@ -212,7 +212,7 @@ class StepBuilder:
     def _extends(self, room: MessageRoom) -> tuple[Extend, ...]:
         asking = self._running_pages.extends(room)
         self.asked.update((asked.sequence.sequence_id, asked) for asked in asking)
-        return tuple(Extend(asked.sequence.sequence_id, asked.length, asked.sequence.snapshot_at()) for asked in asking)
+        return tuple(Extend(asked.sequence.sequence_id, asked.length, asked.sequence.leave_at()) for asked in asking)
 
     def _acquires(self) -> tuple[Acquire, ...]:
         asking = self._admission.acquires(self._terms.room())

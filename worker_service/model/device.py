@@ -21,7 +21,8 @@ EXPERT_WEIGHTS = (STORED, "dequantised")
 # The least compute capability whose compiler converts to e4m3, and from it.
 E4M3_CAPABILITY = (8, 9)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Raised when a change to the kernels or the model's code changes bits that pages hold.
+# Raised when a change to the kernels or the model's code changes bits that pages hold, once for each release. There is
+# no release yet, so none has had a number.
 NUMERICS_VERSION = 5
 # cuBLAS without room for split-K: a row's result then depends neither on the number of rows nor on its neighbours.
 CUBLAS_SETTINGS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}

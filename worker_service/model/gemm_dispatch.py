@@ -2,6 +2,7 @@
 
     batch, strict  the library's GEMM where it was seen to be row-stable, else the tiled one
     fast           the library's GEMM
+    on Hopper      in all three few rows of 16 bits take the Gluon kernel of kernels/linear, by the shape alone
     reference      the reference GEMM for every shape (kernel_backend)
     on a CPU       oneDNN's GEMM over packed fp32 weights, row-stable from LEAST_PACKED_ROWS rows on; else torch's,
                    which is from LEAST_CPU_ROWS rows on, with AVX-512 and one thread

@@ -41,7 +41,7 @@ class Lease:
     resumed_pages: int = 0
     matched_pages: int = 0
     room_tokens: int = 0  # up to which snapshot boundaries have been offered
-    snapshot_at: frozenset[int] = frozenset()  # page boundaries at which others are known to part from it
+    leave_at: frozenset[int] = frozenset()  # page boundaries at which others are known to part from it
     accepted: bytearray = field(default_factory=bytearray)  # tokens beyond the prompt
     fetches: frozenset[TicketId] = frozenset()  # waits for the acks of these tickets
     arrived: tuple[Arrival, ...] = ()  # what the acks said so far
@@ -69,8 +69,8 @@ class Lease:
 
         Boundaries that its launches have passed are dropped, so that no more are kept than can be named at once."""
         ahead = {tokens // page_tokens for tokens in boundaries_tokens if tokens > self.computed_tokens}
-        ahead.update(boundary for boundary in self.snapshot_at if boundary * page_tokens > self.computed_tokens)
-        self.snapshot_at = frozenset(sorted(ahead)[:MAX_SNAPSHOT_BOUNDARIES])
+        ahead.update(boundary for boundary in self.leave_at if boundary * page_tokens > self.computed_tokens)
+        self.leave_at = frozenset(sorted(ahead)[:MAX_SNAPSHOT_BOUNDARIES])
 
     def tokens(self, start: int, end: int) -> bytes:
         """Packed tokens between two byte offsets."""

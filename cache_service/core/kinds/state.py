@@ -3,7 +3,7 @@
 Where a sequence leaves them, as far as there are slots:
 
     wanted    the last boundary of its whole pages, the last one at which this very prompt could resume, the one where
-              it parts from cached KV, those where others are known to part from it (`snapshot_at`), and the last one
+              it parts from cached KV, those where others are known to part from it (`leave_at`), and the last one
               that its decode crossed
     guessed   each multiple of `state_interval_tokens`, and the end of each chunk
 
@@ -112,7 +112,7 @@ class StateGroup(SparseGroup):
         snapshots: dict[int, int] = lease.holds[self.number].snapshots
         offered: list[int] = []
         # The lease's own first: they are the likeliest to be hit.
-        for wanted in (self._own(lease), lease.snapshot_at):
+        for wanted in (self._own(lease), lease.leave_at):
             for boundary in sorted(wanted):
                 if start < boundary <= end and boundary not in snapshots and self.pages.num_available:
                     snapshots[boundary] = self._slot()
@@ -164,7 +164,7 @@ class StateGroup(SparseGroup):
         passed = [boundary for boundary in hold.snapshots if boundary <= computed]
         nodes: list[Node] = []
         if passed:
-            wanted = self._own(lease) | lease.snapshot_at
+            wanted = self._own(lease) | lease.leave_at
             for boundary in passed:
                 retention = Retention.WARM if boundary in wanted else Retention.COLD
                 nodes += self._publish_slot(lease, boundary, hold.snapshots.pop(boundary), retention)

@@ -159,7 +159,7 @@ class WindowGroup(SparseGroup):
             first = min(first, lease.published_pages)
         if first > hold.first:
             run = self.reach_pages()
-            ends = (*lease.resume_boundaries(self.page_tokens, lease.resumed_pages), *lease.snapshot_at)
+            ends = (*lease.resume_boundaries(self.page_tokens, lease.resumed_pages), *lease.leave_at)
             dropped = hold.page_ids[: first - hold.first]
             warm = [any(end - run <= page < end for end in ends) for page in range(hold.first, first)]
             del hold.page_ids[: len(dropped)]

@@ -73,7 +73,7 @@ def _admit(cache: DeviceCache, lease: Lease, plan: Plan) -> Grant:
 
 def _take(cache: DeviceCache, plan: Plan, acquire: Acquire) -> Lease:
     tree = cache.tree
-    sequence_id, namespace, tokens, _, chunk_tokens, priority, _, bypass, snapshot_at = acquire
+    sequence_id, namespace, tokens, _, chunk_tokens, priority, _, bypass, leave_at = acquire
     node = tree.node_at(plan.place)
     if node.parent is None:  # without a cached page the walk began at a root that is not in the tree
         node = tree.root(namespace)
@@ -86,8 +86,8 @@ def _take(cache: DeviceCache, plan: Plan, acquire: Acquire) -> Lease:
     lease = Lease(sequence_id, namespace, tokens, node, plan.base, plan.total, holds, priority, chunk_tokens, bypass)
     lease.computed_tokens = plan.boundary * cache.layout.page_tokens
     lease.resumed_pages, lease.matched_pages = plan.boundary, plan.found.matched_pages
-    if snapshot_at:
-        lease.want(snapshot_at, cache.layout.page_tokens)
+    if leave_at:
+        lease.want(leave_at, cache.layout.page_tokens)
     num_pages = plan.total - plan.base
     cache.make_room(num_pages)  # the pages that the plan reuses belong to pinned nodes
     for group in cache.groups:
@@ -149,7 +149,7 @@ def plan_again(cache: DeviceCache, lease: Lease) -> Grant | Refusal:
         tokens=lease.prompt,
         chunk_tokens=lease.chunk_tokens,
         priority=lease.priority,
-        snapshot_at=tuple([boundary * page_tokens for boundary in sorted(lease.snapshot_at)]),
+        leave_at=tuple([boundary * page_tokens for boundary in sorted(lease.leave_at)]),
     )
     if lease.hashes is not None:
         lease.hashes.reach.clear()  # the tier's rows have changed since
@@ -186,8 +186,8 @@ def extend(cache: DeviceCache, lease: Lease, item: Extend) -> ExtendGrant | Refu
         if gained is not None:
             pages.append(gained)
     lease.full_end += num_pages
-    if item.snapshot_at:
-        lease.want(item.snapshot_at, cache.layout.page_tokens)
+    if item.leave_at:
+        lease.want(item.leave_at, cache.layout.page_tokens)
     snapshots: list[StateSlot] = []
     for sparse in cache.sparse:
         snapshots += sparse.offer(lease, item.num_tokens)

@@ -105,8 +105,8 @@ def check_extend(cache: DeviceCache, extend: Extend) -> Lease:
     if not 1 <= extend.num_tokens <= cache.config.max_sequence_tokens:
         limit = cache.config.max_sequence_tokens
         raise InvalidInput("num_tokens", f"{extend.num_tokens} is not in 1..{limit}")
-    if extend.snapshot_at:
-        _check_snapshot_at(cache, extend.snapshot_at)
+    if extend.leave_at:
+        _check_leave_at(cache, extend.leave_at)
     return lease
 
 
@@ -119,7 +119,7 @@ def check_shrink(cache: DeviceCache, shrink: Shrink) -> Lease:
     return lease
 
 
-def _check_snapshot_at(cache: DeviceCache, boundaries: tuple[int, ...]) -> None:
+def _check_leave_at(cache: DeviceCache, boundaries: tuple[int, ...]) -> None:
     if len(boundaries) > MAX_SNAPSHOT_BOUNDARIES:
         raise TooMany("leave_at", f"has {len(boundaries)} boundaries; at most {MAX_SNAPSHOT_BOUNDARIES}")
     page_tokens = cache.layout.page_tokens
@@ -136,8 +136,8 @@ def check_acquire(cache: DeviceCache, acquire: Acquire) -> None:
     if acquire.reserve_pages < 0 or acquire.chunk_tokens < 0:
         name = "reserve_pages" if acquire.reserve_pages < 0 else "chunk_tokens"
         raise InvalidInput(name, "must not be negative")
-    if acquire.snapshot_at:
-        _check_snapshot_at(cache, acquire.snapshot_at)
+    if acquire.leave_at:
+        _check_leave_at(cache, acquire.leave_at)
 
 
 def check_sequence(cache: DeviceCache, sequence_id: SequenceId, namespace: Namespace) -> None:

@@ -74,7 +74,7 @@ def scan_blocks(
                 out_ptr, gate_ptr, skip_ptr, cu_blocks_ptr, blocks_ptr, working_ptr, scale, stride_gate,
                 qs, vs, scores, vectors, states, errors, full, empty, states_full, states_empty, errors_full,
                 errors_empty,
-                HEADS, DK, DV, BV, HAS_INVERSES, HAS_CHANNELS, HAS_SKIP, HAS_GATE, HAS_FACTORS, STAGES,
+                HEADS, DV, BV, HAS_INVERSES, HAS_CHANNELS, HAS_SKIP, HAS_GATE, HAS_FACTORS, STAGES,
             )),
             (load_blocks, (
                 q_desc, k_desc, v_desc, inverses_desc, scores_desc, kept_desc, cu_blocks_ptr, blocks_ptr, working_ptr,

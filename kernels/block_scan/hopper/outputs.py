@@ -22,7 +22,7 @@ _GRID = gl.constexpr(GRID_TOKENS)
 def make_outputs(
     out_ptr, gate_ptr, skip_ptr, cu_blocks_ptr, blocks_ptr, working_ptr, scale, stride_gate,
     qs, vs, scores, vectors, states, errors, full, empty, states_full, states_empty, errors_full, errors_empty,
-    HEADS: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, BV: gl.constexpr, HAS_INVERSES: gl.constexpr,
+    HEADS: gl.constexpr, DV: gl.constexpr, BV: gl.constexpr, HAS_INVERSES: gl.constexpr,
     HAS_CHANNELS: gl.constexpr, HAS_SKIP: gl.constexpr, HAS_GATE: gl.constexpr, HAS_FACTORS: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip

@@ -33,9 +33,7 @@ def store_heads(to_ptr, values, HEADS: gl.constexpr, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def part_scores(
-    levels_ptr, key, full, s, phase, HEADS: gl.constexpr, TILE: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr
-):
+def part_scores(levels_ptr, key, full, s, phase, HEADS: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
     """Returns scores [latents, rows] of a part in place of latents: a head sees one row, with the level as score.
 
     `full` are the barriers of a stage's halves and rotary part, which has nothing of a part but says that it is stored.

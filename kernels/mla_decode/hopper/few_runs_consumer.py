@@ -86,7 +86,7 @@ def attend_few_run(
             is_part = first >= stop
             if is_part:
                 level_ptr = levels_ptr + (slot + 1 + (first - stop) // TILE) * SLOT_ROWS
-                scores = part_scores(level_ptr, key, full, s, phase, HEADS, TILE, ROWS, L)
+                scores = part_scores(level_ptr, key, full, s, phase, HEADS, ROWS, L)
             else:
                 scores = scores_of(shared[0], buffer, (left, right, rope), full, s, phase, TILE, ROWS, L)
             mbarrier.arrive(rope_empty.index(s), count=1)

@@ -239,14 +239,14 @@ def fold(plan: MlaDecodePlan, num_seqs: int, out: torch.Tensor, lse: torch.Tenso
         out.shape[0],
         HEADS=plan.heads,
         LEAVES_PER_GROUP=plan.tree.leaves_per_group,
-        WHOLE=not plan.few,
+        WHOLE=not plan.transposed,
         LEVELS=0
-        if plan.few or plan.leaves <= 8
+        if plan.transposed or plan.leaves <= 8
         else max(triton.next_power_of_2((plan.leaves - 1).bit_length() - 3 + 1), 2),
         ROWS=plan.rows,
         SLOT_ROWS=plan.slot_rows,
         LATENT=LATENT,
         WANTS_LSE=lse is not None,
-        num_warps=4 if plan.few else WARPS,
+        num_warps=4 if plan.transposed else WARPS,
         launch_pdl=True,
     )

@@ -89,7 +89,7 @@ def fold(plan: MlaDecodePlan, num_seqs: int, out: torch.Tensor, lse: torch.Tenso
         SOME=at_a_time,
         LATENT=LATENT,
         COLUMNS=LATENT // pieces,
-        FEW=plan.few,
+        FEW=plan.transposed,
         WANTS_LSE=lse is not None,
         num_warps=4,
         launch_pdl=True,

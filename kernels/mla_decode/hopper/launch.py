@@ -95,17 +95,17 @@ def _kernel_of(
     plan: MlaDecodePlan, num_seqs: int, several: bool, together: bool
 ) -> tuple[Any, tuple[torch.Tensor, ...], dict[str, int]]:
     """Returns a plan's kernel, the buffers that it takes, and what it is compiled for."""
-    options: dict[str, int] = {"maxnreg": ENTRY_REGISTERS} if plan.few else {"MULTI": several}
+    options: dict[str, int] = {"maxnreg": ENTRY_REGISTERS} if plan.transposed else {"MULTI": several}
     if plan.by_load:
         options |= {"SLOT_ROWS": plan.slot_rows, "TOGETHER": together}
         runs = (plan.parts, plan.levels, plan.items, plan.firsts, plan.counts, plan.shared, plan.arrivals)
-        if plan.few:
+        if plan.transposed:
             options |= {"ROWS": plan.rows, "EARLY": plan.begins_early(num_seqs), "launch_pdl": together}
             return attend_few_runs, (*runs, plan.stored), options
         return attend_runs, runs, options | {"launch_cooperative_grid": together}  # see grid_barrier
     options |= {"LEAF": plan.tree.leaf, "SHORT": plan.tree.short or 0}
     parts = (plan.acc, plan.row_max, plan.row_sum)
-    if plan.few:
+    if plan.transposed:
         options |= {"LEAVES_PER_GROUP": plan.tree.leaves_per_group}
         return attend_latents_few, (*parts, plan.sums, plan.items, plan.counts, plan.drawn), options
     leaves = (*parts, plan.nodes, plan.sums, plan.items, plan.counts, plan.drawn)

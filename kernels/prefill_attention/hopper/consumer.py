@@ -20,7 +20,7 @@ def consume(
     out_ptr, lse_ptr, sinks_ptr, k_scales_ptr, v_scales_ptr, scale_log2, cap_log2, num_tokens,
     stride_out_token, stride_out_head, qs, ks, vs, queue,
     q_full, q_empty, k_full, k_empty, v_full, v_empty,
-    PART: gl.constexpr, HEADS: gl.constexpr, GQA_GROUP: gl.constexpr, DIM: gl.constexpr, D: gl.constexpr,
+    PART: gl.constexpr, GQA_GROUP: gl.constexpr, DIM: gl.constexpr, D: gl.constexpr,
     WINDOW: gl.constexpr, CAP: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     WANTS_LSE: gl.constexpr, HAS_SINKS: gl.constexpr, SCALES: gl.constexpr, Q_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -61,7 +61,7 @@ def consume(
         scale = scale_log2
         cap = cap_log2
         if NARROWS:
-            q, unit = narrow(q, D)
+            q, unit = narrow(q)
             unit = gl.convert_layout(unit, RS)
             if CAP:
                 cap = cap_log2 * unit
@@ -124,7 +124,7 @@ def consume(
         write_rows(
             out_ptr, lse_ptr, sinks_ptr, v_scales_ptr, num_tokens, stride_out_token, stride_out_head,
             head, first, token, q_len, base, row_sum, acc,
-            PART, GQA_GROUP, DIM, D, WANTS_LSE, HAS_SINKS, SCALES, DTYPE, RS, OL, RO,
+            PART, GQA_GROUP, DIM, D, WANTS_LSE, HAS_SINKS, SCALES, DTYPE, RS, RO,
         )  # fmt: skip
         turn += 1
         mbarrier.wait(q_full.index(0), turn & 1)

@@ -77,13 +77,13 @@ def attend_tiles(
             (consume, (
                 out_ptr, lse_ptr, sinks_ptr, k_scales_ptr, v_scales_ptr, scale_log2, cap_log2, num_tokens,
                 stride_out_token, stride_out_head, qs, ks, vs, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                gl.constexpr(role), HEADS, GQA_GROUP, DIM, D, WINDOW, CAP, BN, STAGES, WANTS_LSE, HAS_SINKS, SCALES,
+                gl.constexpr(role), GQA_GROUP, DIM, D, WINDOW, CAP, BN, STAGES, WANTS_LSE, HAS_SINKS, SCALES,
                 Q_REGISTERS,
             ))
             if role < 2
             else (widen, (
                 queue, q_full, q_empty, k_quantized, v_quantized, k_in_full, k_in_empty, v_in_full, v_in_empty,
-                ks, vs, k_full, k_empty, v_full, v_empty, GQA_GROUP, D, WINDOW, BN, STAGES,
+                ks, vs, k_full, k_empty, v_full, v_empty, GQA_GROUP, WINDOW, BN, STAGES,
             ))
             if role == 2
             else (produce, (

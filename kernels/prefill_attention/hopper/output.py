@@ -29,8 +29,7 @@ def write_rows(
     out_ptr, lse_ptr, sinks_ptr, v_scales_ptr, num_tokens, stride_out_token, stride_out_head,
     head, first, token, q_len, base, row_sum, acc,
     PART: gl.constexpr, GQA_GROUP: gl.constexpr, DIM: gl.constexpr, D: gl.constexpr, WANTS_LSE: gl.constexpr,
-    HAS_SINKS: gl.constexpr, SCALES: gl.constexpr, DTYPE: gl.constexpr, RS: gl.constexpr, OL: gl.constexpr,
-    RO: gl.constexpr,
+    HAS_SINKS: gl.constexpr, SCALES: gl.constexpr, DTYPE: gl.constexpr, RS: gl.constexpr, RO: gl.constexpr,
 ):  # fmt: skip
     """Writes the 64 rows of a consumer that exist, from the state of all keys that they see."""
     QUERIES: gl.constexpr = 128 // GQA_GROUP

@@ -93,9 +93,7 @@ def produce(
 
 
 @gluon.jit
-def widen_tile(
-    tiles, quantized_full, quantized_empty, widened, full, empty, slot, phase, BN: gl.constexpr, D: gl.constexpr
-):  # fmt: skip
+def widen_tile(tiles, quantized_full, quantized_empty, widened, full, empty, slot, phase, BN: gl.constexpr):
     """Converts one fp8 tile to fp16, which holds every e4m3 value."""
     # Eight elements a thread: sixteen bytes of fp16 next to the next thread's, so that stores meet in no bank.
     CL: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
@@ -116,8 +114,7 @@ def widen(
     queue, q_full, q_empty, k_quantized, v_quantized,
     k_quantized_full, k_quantized_empty, v_quantized_full, v_quantized_empty,
     ks, vs, k_full, k_empty, v_full, v_empty,
-    GQA_GROUP: gl.constexpr, D: gl.constexpr, WINDOW: gl.constexpr,
-    BN: gl.constexpr, STAGES: gl.constexpr,
+    GQA_GROUP: gl.constexpr, WINDOW: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Dequantizes all key tiles of this program, stage by stage."""
     step = 0
@@ -131,8 +128,8 @@ def widen(
         for _tile in range(start, stop):
             slot = step % STAGES
             phase = (step // STAGES) & 1
-            widen_tile(k_quantized, k_quantized_full, k_quantized_empty, ks, k_full, k_empty, slot, phase, BN, D)
-            widen_tile(v_quantized, v_quantized_full, v_quantized_empty, vs, v_full, v_empty, slot, phase, BN, D)
+            widen_tile(k_quantized, k_quantized_full, k_quantized_empty, ks, k_full, k_empty, slot, phase, BN)
+            widen_tile(v_quantized, v_quantized_full, v_quantized_empty, vs, v_full, v_empty, slot, phase, BN)
             step += 1
         turn += 1
         mbarrier.wait(q_full.index(0), turn & 1)

@@ -49,7 +49,7 @@ def _attend_piece(
     scale = scale_log2
     cap = cap_log2
     if NARROWS:
-        q, unit = narrow(q, D)
+        q, unit = narrow(q)
         unit = gl.convert_layout(unit, RS)
         if CAP:
             cap = cap_log2 * unit
@@ -121,7 +121,7 @@ def _attend_piece(
         write_rows(
             out_ptr, lse_ptr, sinks_ptr, v_scales_ptr, num_tokens, stride_out_token, stride_out_head,
             head, first, token, q_len, base, row_sum, acc,
-            PART, GQA_GROUP, DIM, D, WANTS_LSE, HAS_SINKS, SCALES, DTYPE if not NARROWS else qs.dtype, RS, OL, RO,
+            PART, GQA_GROUP, DIM, D, WANTS_LSE, HAS_SINKS, SCALES, DTYPE if not NARROWS else qs.dtype, RS, RO,
         )  # fmt: skip
     return step + 1
 

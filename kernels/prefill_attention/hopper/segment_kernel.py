@@ -81,7 +81,7 @@ def attend_pieces(
             if role < 2
             else (widen, (
                 queue, q_full, q_empty, k_quantized, v_quantized, k_in_full, k_in_empty, v_in_full, v_in_empty,
-                ks, vs, k_full, k_empty, v_full, v_empty, GQA_GROUP, D, BN, STAGES, SEGMENT,
+                ks, vs, k_full, k_empty, v_full, v_empty, GQA_GROUP, BN, STAGES, SEGMENT,
             ))
             if role == 2
             else (produce, (

@@ -82,7 +82,7 @@ def widen(
     queue, q_full, q_empty, k_quantized, v_quantized,
     k_quantized_full, k_quantized_empty, v_quantized_full, v_quantized_empty,
     ks, vs, k_full, k_empty, v_full, v_empty,
-    GQA_GROUP: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, SEGMENT: gl.constexpr,
+    GQA_GROUP: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, SEGMENT: gl.constexpr,
 ):  # fmt: skip
     """Dequantizes all key tiles of this program, stage by stage."""
     step = 0
@@ -96,8 +96,8 @@ def widen(
         for _tile in range(start, stop):
             slot = step % STAGES
             phase = (step // STAGES) & 1
-            widen_tile(k_quantized, k_quantized_full, k_quantized_empty, ks, k_full, k_empty, slot, phase, BN, D)
-            widen_tile(v_quantized, v_quantized_full, v_quantized_empty, vs, v_full, v_empty, slot, phase, BN, D)
+            widen_tile(k_quantized, k_quantized_full, k_quantized_empty, ks, k_full, k_empty, slot, phase, BN)
+            widen_tile(v_quantized, v_quantized_full, v_quantized_empty, vs, v_full, v_empty, slot, phase, BN)
             step += 1
         turn += 1
         mbarrier.wait(q_full.index(0), turn & 1)

@@ -66,7 +66,7 @@ def clear_hidden_values(values, full, phase, tile, lowest, kv_len, BN: gl.conste
 
 
 @gluon.jit
-def narrow(queries, D: gl.constexpr):
+def narrow(queries):
     """Converts bf16 queries to fp16, which holds every e4m3 value, in place; returns them and each row's scale.
 
     bf16 reaches further: a row's largest number is brought to 2^14 or just above by a power of two, unless it is tiny.

@@ -78,5 +78,5 @@ def read_windows(architecture: str, fields: Fields) -> tuple[int, ...]:
     return tuple(window if slides else 0 for slides in sliding)
 
 
-FAMILY = Family((LLAMA,), read_spec, take_layer)
+FAMILY = Family((LLAMA,), read_spec, take_layer, {"eos_token_id": 2})
 WINDOWED = Family((QWEN2, QWEN3, MISTRAL), read_spec, take_layer, kinds=FULL_AND_WINDOW)

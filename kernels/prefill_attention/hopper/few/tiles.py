@@ -62,7 +62,7 @@ def page_row(table_ptr, key, kv_len, page_rows, PAGE: gl.constexpr):
 
 
 @gluon.jit
-def head_ptr(pages_ptr, head, HEADS: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, HND: gl.constexpr):
+def head_ptr(pages_ptr, head, D: gl.constexpr, PAGE: gl.constexpr, HND: gl.constexpr):
     """Returns where row 0 of a head lies, rows as `page_row` numbers them."""
     return pages_ptr + (head * (PAGE * D) if HND else head * D)
 
@@ -84,7 +84,7 @@ def copy_tile(
     L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     key = tile * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, L))
     rows = page_row(table_ptr, key, kv_len, pages[1], PAGE)
-    copy_rows(target, head_ptr(pages[0], head, HEADS, D, PAGE, HND), rows, D if HND else HEADS * D, D)
+    copy_rows(target, head_ptr(pages[0], head, D, PAGE, HND), rows, D if HND else HEADS * D, D)
 
 
 @gluon.jit
@@ -99,9 +99,7 @@ def ask_for_rows(
     key = tile * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, L))
     at = page_row(table_ptr, key, kv_len, pages[1], PAGE).to(gl.int64) * WIDTH
     lines = (
-        head_ptr(pages[0], head, HEADS, D, PAGE, HND)
-        + at[:, None]
-        + 64 * gl.arange(0, LINES, gl.SliceLayout(0, L))[None, :]
+        head_ptr(pages[0], head, D, PAGE, HND) + at[:, None] + 64 * gl.arange(0, LINES, gl.SliceLayout(0, L))[None, :]
     )
     gl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [lines.to(gl.int64, bitcast=True)], dtype=gl.int32,

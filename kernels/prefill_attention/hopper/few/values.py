@@ -38,7 +38,7 @@ def add_values(
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     HEAD: gl.constexpr = gl.SliceLayout(0, VALUES)
     WIDTH: gl.constexpr = D if HND else HEADS * D
-    from_ptr = head_ptr(v_pages[0], head, HEADS, D, PAGE, HND) + column
+    from_ptr = head_ptr(v_pages[0], head, D, PAGE, HND) + column
     weights = weights_ptr + slot.to(gl.int64) * (64 * KEYS) + inside * KEYS
     key = gl.arange(0, MOST_PLACES * KEYS, FLAT)
     rows.store(page_row(table_ptr, tile * KEYS + key, kv_len, v_pages[1], PAGE))
