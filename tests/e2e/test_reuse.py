@@ -117,7 +117,9 @@ async def test_requests_of_all_lengths_at_once_answer_as_when_alone(
     prompts = [shared[: 16 * (at % 5)] + draw(1 + 23 * at) for at in range(12)]
     together = await asyncio.gather(*(client.generate(worker, prompt, 12) for prompt in prompts))
     for prompt, answer in zip(prompts, together, strict=True):
-        assert sum(answer.counts) == len(prompt) == answer.usage.prompt_tokens
+        assert answer.usage.prompt_tokens == len(prompt)
+        # On a slow machine one may be preempted, and then computes some tokens twice.
+        assert sum(answer.counts) == len(prompt) or answer.usage.num_preemptions
         assert answer.tokens == (await client.cold(worker, prompt, 12)).tokens
     await client.idle(cluster.cache)
 

@@ -317,7 +317,9 @@ class Bench:
         index_dtype: torch.dtype | None = None,
         *,
         kept_formats: Collection[ExpertFormat] = (),
+        model: Decoder | None = None,
     ) -> None:
+        """`model` is what another bench has loaded of the folder."""
         config = read_model_spec(folder)
         self.page = page_of(config)
         layouts = page_layouts(config, dtype, self.page, kv_dtype, index_dtype)
@@ -326,8 +328,10 @@ class Bench:
         for layer in range(len(config.layers)):
             for pages in self.pages.planes(layer):
                 pages[1:].fill_(torch.nan)
-        model = Decoder(config, open_weights(folder, config, dtype, device, kept_formats=kept_formats), device)
-        self.runner = Runner(model, self.pages, device, limits)
+        if model is None:
+            model = Decoder(config, open_weights(folder, config, dtype, device, kept_formats=kept_formats), device)
+        self.model = model
+        self.runner = Runner(self.model, self.pages, device, limits)
         self._slots = cycle(range((limits or RunnerLimits()).max_num_seqs))
         self._working = cycle(range(NUM_PAGES + 1, NUM_PAGES + NUM_WORKING + 1))
 

@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Stage:
-    """A bench with a prompt, all of which is computed; planes of its pages by what they hold."""
+    """A bench with a prompt, all of which is computed once; planes of its pages by what they hold."""
 
     def __init__(self, folder: Path) -> None:
         self.bench = Bench(folder)
@@ -43,6 +43,13 @@ class Stage:
         self.entries = {4: pages.layer_entries(SPARSE_LAYER).planes, 128: pages.layer_entries(HEAVY_LAYER).planes}
         self.raw = {4: pages.layer_raw(SPARSE_LAYER).planes, 128: pages.layer_raw(HEAVY_LAYER).planes}
         self.windows = [pages.layer_pages(layer).planes[0] for layer in range(3)]
+        self._planes = [plane for layer in range(3) for plane in pages.planes(layer)]
+        self._computed = [plane.clone() for plane in self._planes]
+
+    def restore(self) -> None:
+        """Undoes what a test did to the pages."""
+        for plane, computed in zip(self._planes, self._computed, strict=True):
+            plane.copy_(computed)
 
     def logits(self, first: int, end: int, num_decode: int | None = None) -> torch.Tensor:
         return self.bench.all_logits(Part(self.sequence, first, end), num_decode=num_decode)
@@ -54,9 +61,15 @@ class Stage:
             plane[TABLE[row // of_page], row % of_page] = torch.nan
 
 
-@pytest.fixture
-def stage(folder: Path) -> Stage:
+@pytest.fixture(scope="module")
+def computed(folder: Path) -> Stage:
     return Stage(folder)
+
+
+@pytest.fixture
+def stage(computed: Stage) -> Stage:
+    computed.restore()
+    return computed
 
 
 @pytest.mark.parametrize(("first", "end"), [(256, 260), (256, 257), (257, 300), (300, 356)])

@@ -11,6 +11,7 @@ import torch
 from tests.examples import thorough
 from tests.worker_service.model_kit import MODELS, Bench, Part, make_reference, page_of, random_tokens
 from worker_service.model.config import read_model_spec
+from worker_service.model.decoder import Decoder
 
 TOLERANCE = 1e-5
 # Of a delta rule, whose states depend on those before: a step's roundings, which are a CPU's own, go on through all
@@ -28,14 +29,22 @@ class Pair:
         self.page = page_of(read_model_spec(self.folder))
         self.length = 3 * self.page + 5
         self.tolerance = DELTA_TOLERANCE if name.startswith(DELTA_MODELS) else TOLERANCE
+        self._model: Decoder | None = None
+        self._wanted: dict[tuple[int, ...], torch.Tensor] = {}
 
     def bench(self) -> Bench:
-        return Bench(self.folder)
+        """Pages of its own for the model, which is loaded once."""
+        bench = Bench(self.folder, model=self._model)
+        self._model = bench.model
+        return bench
 
     def wanted(self, tokens: list[int]) -> torch.Tensor:
-        with torch.no_grad():
-            logits: torch.Tensor = self.reference(torch.tensor([tokens]), use_cache=False).logits[0]
-        return logits
+        """Returns the reference's logits; several tests ask for those of one prompt."""
+        key = tuple(tokens)
+        if key not in self._wanted:
+            with torch.no_grad():
+                self._wanted[key] = self.reference(torch.tensor([tokens]), use_cache=False).logits[0]
+        return self._wanted[key]
 
     def assert_close(self, actual: torch.Tensor, wanted: torch.Tensor) -> None:
         assert actual.shape == wanted.shape

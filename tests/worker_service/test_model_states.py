@@ -23,6 +23,7 @@ from worker_service.core.errors import ModelError
 from worker_service.gpu.group_layout import PageTensor
 from worker_service.model.attention_specs import LatentSpec
 from worker_service.model.config import parse_model_spec, read_model_spec
+from worker_service.model.decoder import Decoder
 from worker_service.model.launch_buckets import GraphLimits
 from worker_service.model.launch_graphs import LaunchGraphs
 from worker_service.model.page_layouts import page_layouts
@@ -48,9 +49,14 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Decoder:
+    return Bench(folder).model
+
+
 @pytest.fixture
-def bench(folder: Path) -> Bench:
-    return Bench(folder)
+def bench(folder: Path, model: Decoder) -> Bench:
+    return Bench(folder, model=model)
 
 
 @pytest.fixture
