@@ -121,7 +121,7 @@ def test_it_spills_nothing_and_fits(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("sequences", "planned"),
-    [(1024, 1000), (256, 0), thorough(16, 0), thorough(16, 1000), thorough(64, 0), thorough(1024, 0)],
+    [(256, 0), thorough(1024, 1000), thorough(16, 0), thorough(16, 1000), thorough(64, 0), thorough(1024, 0)],
 )
 @pytest.mark.parametrize("at_once", [False, True])
 def test_the_plan_spills_nothing(sequences: int, planned: int, at_once: bool) -> None:

@@ -182,7 +182,7 @@ def block_options(values: str, *, has_norm: bool, padded: int) -> tuple[dict[str
 
 @pytest.mark.parametrize(
     ("values", "has_norm", "stack_bytes"),
-    [("bf16", True, 1024), thorough("fp16", True, 1024), ("bf16", False, 512), ("fp32", True, 704)],
+    [("bf16", True, 1024), thorough("fp16", True, 1024), ("bf16", False, 512), thorough("fp32", True, 704)],
 )
 def test_blocks_by_channel(values: str, has_norm: bool, stack_bytes: int) -> None:
     """Threads keep 1 KB outside their registers; with 64 channels at a time it is 224 bytes, and takes 8 % longer."""
