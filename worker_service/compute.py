@@ -4,7 +4,8 @@ loop runs."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -63,6 +64,23 @@ def prepare(config: WorkerConfig) -> Compute:
         ) from error
 
 
+@contextmanager
+def _naming(settings: str) -> Iterator[None]:
+    """Raises PoolError with these settings where a CPU has no memory for what is made.
+
+    Its allocator raises what everything else raises, too.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):
+            raise
+        asked = str(error).partition("can't allocate memory: ")[2].partition(".")[0]
+        raise PoolError(f"{settings}: more than this machine's memory holds ({asked})") from error
+
+
 def _prepare(config: WorkerConfig) -> Compute:
     device = pick_device(config.device)
     invariance = Invariance(config.invariance)
@@ -91,7 +109,8 @@ def _prepare(config: WorkerConfig) -> Compute:
         config.latent_chunk_tokens,
         config.attention_segment_tokens,
     )
-    runner = Runner(loaded.model, pools, device, limits)
+    with _naming("max_num_seqs, token_budget"):
+        runner = Runner(loaded.model, pools, device, limits)
     _log_segments(config.attention_segment_tokens, loaded, page_dtypes.kv, device)
     return Compute(
         loaded, device, pools, invariance, runner, config.host_part_kb << 10, config.attention_segment_tokens
@@ -112,7 +131,9 @@ def _make_pools(config: WorkerConfig, loaded: LoadedModel, page_dtypes: PageDtyp
     )
     interval = check_interval(layouts, config.state_interval_tokens, page_tokens)
     budget_bytes = _budget(config, spec, dtype, page_dtypes.index_keys, device)
-    pools = PagePools(layouts, _num_pages(config, layouts, demand, budget_bytes), page_tokens, device, interval)
+    num_pages = _num_pages(config, layouts, demand, budget_bytes)
+    with _naming("pool_pages" if config.pool_pages else "pool_mb"):
+        pools = PagePools(layouts, num_pages, page_tokens, device, interval)
     report = pool_report(pools.specs(), page_tokens, spec.max_model_len, config.max_num_seqs)
     _log_pools(report, str(page_dtypes.kv or dtype).removeprefix("torch."))
     return pools

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from rpc.address import parse_address
 from rpc.logs import LEVELS
 from rpc.settings import SettingsError, load, setting
+from session.limits import MAX_PAGES
 
 ENV_PREFIX = "STEMCACHE_WORKER_"
 TIERS = ("none", "memory", "redis")
@@ -22,6 +23,8 @@ BACKENDS = ("auto", "reference")
 INVARIANCES = ("strict", "batch", "fast")
 # Of attention_segment_tokens, as the kernel takes it.
 LEAST_SEGMENT, SEGMENT_STEP = 4096, 128
+# A prompt of one token, and one of the answer.
+LEAST_MODEL_LEN = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +72,15 @@ class WorkerConfig:
         "auto", "auto: the kernels of the device; reference: plain PyTorch, slow, to compare with.", choices=BACKENDS
     )
     page_tokens: int = setting(0, "Token slots of a page; 0: the model's own, mostly 16.", minimum=0, maximum=256)
-    pool_pages: int = setting(0, "Pages of the pool that keeps whole prompts; 0: as many as pool_mb holds.", minimum=0)
-    pool_mb: int = setting(0, "Memory of the pools, in MiB; 0: 512 on a CPU, memory_fraction on a GPU.", minimum=0)
+    pool_pages: int = setting(
+        0,
+        "Pages of the pool that keeps whole prompts; 0: as many as pool_mb holds.",
+        minimum=0,
+        maximum=MAX_PAGES,
+    )
+    pool_mb: int = setting(
+        0, "Memory of the pools, in MiB; 0: 512 on a CPU, memory_fraction on a GPU.", minimum=0, maximum=1 << 30
+    )
     memory_fraction: float = setting(0.9, "Share of the free GPU memory for pools.", minimum=0.01, maximum=1.0)
     window_share: float = setting(
         0.04,
@@ -105,7 +115,7 @@ class WorkerConfig:
         maximum=1 << 20,
     )
     max_model_len: int = setting(0, "Longest prompt and answer together; 0: the model's.", minimum=0)
-    max_num_seqs: int = setting(64, "Sequences in one launch.", minimum=1)
+    max_num_seqs: int = setting(64, "Sequences in one launch.", minimum=1, maximum=4096)
     max_waiting: int = setting(1024, "Requests that may wait; more are refused.", minimum=1)
     token_budget: int = setting(2048, "Tokens computed in one launch.", minimum=1)
     mixed_prefill_tokens: int = setting(
@@ -128,7 +138,7 @@ class WorkerConfig:
         choices=INVARIANCES,
     )
     cuda_graphs: bool = setting(True, "Whether decode steps and small prompts are captured when the worker starts.")
-    threads: int = setting(0, "CPU threads of the model; 0: all cores.", minimum=0)
+    threads: int = setting(0, "CPU threads of the model; 0: all cores.", minimum=0, maximum=1024)
     mover_threads: int = setting(2, "Transfers that run at once.", minimum=1)
     max_queued_transfers: int = setting(256, "Transfers that may wait.", minimum=1)
     reply_timeout_s: float = setting(10.0, "Silence of the cache service that ends the session.", minimum=0.05)
@@ -154,6 +164,8 @@ class WorkerConfig:
             raise SettingsError("redis_url", "goes with host_tier redis, and only with it")
         if self.redis_url and not self.redis_url.startswith(("redis://", "rediss://", "unix://")):
             raise SettingsError("redis_url", "must start with redis://, rediss:// or unix://")
+        if 0 < self.max_model_len < LEAST_MODEL_LEN:
+            raise SettingsError("max_model_len", f"must be 0 or at least {LEAST_MODEL_LEN}: a prompt and its answer")
         segment = self.attention_segment_tokens
         if segment and (segment < LEAST_SEGMENT or segment % SEGMENT_STEP):
             raise SettingsError(

@@ -101,6 +101,18 @@ async def test_a_sibling_hits_while_the_first_still_decodes(client: Client, serv
         await check_mid_flight(client, worker.address, draw(338), (hit, 0, 338 - hit))
 
 
+async def test_siblings_compute_one_large_page_once(client: Client, served: ServedKind, draw: Draw) -> None:
+    """Four at once, of a page of 64 tokens (or 128) and five of their own: they compute 84 (or 148) in all."""
+    page = max(served.page_tokens, LARGE_PAGE)
+    shared = draw(page)
+    prompts = [shared + draw(5) for _ in range(4)]
+    answers = await asyncio.gather(*(client.generate(served.small.address, prompt, 8) for prompt in prompts))
+    assert sorted(answer.counts for answer in answers) == [(0, 0, page + 5), *[(page, 0, 5)] * 3]
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.tokens == await cold(client, served.small, prompt, 8)
+    await served.all_well(client)
+
+
 async def test_the_other_worker_fetches(client: Client, served: ServedKind, draw: Draw) -> None:
     prompt = draw(LENGTH)
     await check_fetch(client, served, prompt)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
 from protos.v1 import cache_pb2, types_pb2
 from tests.e2e.client import Client
 from tests.e2e.conftest import Starter
+from tests.e2e.kinds import make_kind
 from tests.e2e.proxy import open_proxy
 from tests.e2e.running import Draw, Running, healthy, lengths
+from tests.examples import thorough
 
 PAGE, SHARED_PAGES = 16, 4
 # With pages for the rest of their answers the requests would end while the cache service is away.
@@ -173,6 +176,32 @@ async def test_in_a_full_pool_streams_take_pages_of_cached_prompts_while_the_cac
     assert (await client.generate(worker.address, spoken, 2)).counts == (592, 0, 8)
     await running.check()
     await client.until(cache.address, healthy)
+
+
+@pytest.mark.parametrize(("name", "page"), [("glm-dsa", 16), thorough("deepseek-v4", 128)])
+async def test_where_two_groups_keep_whole_prompts_what_prompts_share_stays_cached_through_an_outage(
+    client: Client, start: Starter, draw: Draw, model: Path, tmp_path: Path, name: str, page: int
+) -> None:
+    """Five prompts share two pages, and have two of their own: those of the two oldest go, and nothing else."""
+    folder = tmp_path / name
+    await asyncio.to_thread(make_kind, name, folder, model / "tokenizer.json")
+    cache = start.cache(grace_ms=60_000)
+    tight = {"pool_pages": 14, "max_model_len": 13 * page, "max_decode_ahead_tokens": 0, "decode_ahead_tokens": 0}
+    worker = (await asyncio.to_thread(start.workers, cache.address, model=folder, window_share=1, **tight))[0]
+    shared = draw(2 * page)
+    prompts = [shared + draw(2 * page + 5) for _ in range(5)]
+    for prompt in prompts:
+        await client.generate(worker.address, prompt, 1)
+    running = Running(client, worker.address, [draw(page + 10)], 5 * page - 20)
+    await running.decoding.wait()
+    cache.freeze()
+    await asyncio.gather(*running.tasks)
+    assert "streams take pages by themselves" in worker.logged()
+    cache.thaw()
+    await client.until(cache.address, lambda stats: len(stats.workers) == 1 and healthy(stats))
+    cached = [await client.generate(worker.address, prompt, 1) for prompt in reversed(prompts)]
+    assert [each.usage.cached_tokens // page for each in cached] == [4, 4, 4, 2, 2]
+    await running.check()
 
 
 def num_free(stats: cache_pb2.StatsResponse) -> int:

@@ -113,13 +113,16 @@ async def test_a_prompt_that_is_left_in_its_middle(client: Client, served: Serve
     assert sum(worker.groups[1].limited_tokens for worker in stats.workers) >= 64
 
 
-async def test_siblings_compute_their_shared_start_once(client: Client, served: Served, draw: Draw) -> None:
-    """Six at once share 448 tokens and add 24: five wait for the first, and resume where they part from it."""
-    start = draw(448)
-    prompts = [start + draw(24) for _ in range(6)]
+@pytest.mark.parametrize(("shared", "own"), [(448, 24), (PAGE, 5)])
+async def test_siblings_compute_their_shared_start_once(
+    client: Client, served: Served, draw: Draw, shared: int, own: int
+) -> None:
+    """Six at once share a start, which may be a single page: five wait for the first, and resume where they part."""
+    start = draw(shared)
+    prompts = [start + draw(own) for _ in range(6)]
     for worker in (served.here, served.small):
         answers = await asyncio.gather(*(client.generate(worker.address, prompt, 8) for prompt in prompts))
-        assert sorted(answer.counts for answer in answers) == [(0, 0, 472), *[(448, 0, 24)] * 5]
+        assert sorted(answer.counts for answer in answers) == [(0, 0, shared + own), *[(shared, 0, own)] * 5]
         for prompt, answer in zip(prompts, answers, strict=True):
             assert answer.tokens == await cold(client, worker, prompt, 8)
     await served.all_well(client)

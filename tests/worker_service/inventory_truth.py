@@ -41,3 +41,14 @@ def check_inventory(machine: Machine) -> int:
                 expected = marks[-1:] if groups[group].kind is GroupKind.STATE else marks[-size:]
                 assert machine.memory.read_page(group, page_id) == tuple(expected), f"group {group}, page {page_id}"
     return num_reached
+
+
+def num_cut_off(machine: Machine) -> int:
+    """Returns how many known pages are there in every FULL group, behind one that is not: no prompt reaches them."""
+    inventory, groups = machine.scheduler.inventory, machine.config.groups
+    stamps, whole = inventory.stamps, {page_id for page_id, stamp in enumerate(inventory.stamps) if stamp}
+    for group, leads in inventory.leads.items():
+        if groups[group].kind is GroupKind.FULL:
+            links = zip(leads, inventory.lead_stamps[group], strict=True)
+            whole &= {lead for lead, stamp in links if stamp and stamps[lead] == stamp}
+    return sum(not whole.issuperset(chain(inventory, page_id) or [0]) for page_id in whole)

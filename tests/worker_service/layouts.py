@@ -12,6 +12,11 @@ def full_only(page_tokens: int, budget: int, window: int = 5) -> tuple[GroupSpec
     return (full_group(MAX_LEN // page_tokens),)
 
 
+def two_full(page_tokens: int, budget: int, window: int = 5) -> tuple[GroupSpec, ...]:
+    (full,) = full_only(page_tokens, budget)
+    return full, full._replace(name="second")
+
+
 def with_window(page_tokens: int, budget: int, window: int = 5) -> tuple[GroupSpec, ...]:
     num_pages = -(-(window + 2 * budget) // page_tokens) + 3
     return (*full_only(page_tokens, budget), window_group(num_pages, window))

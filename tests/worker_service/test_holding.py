@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from session.words import Namespace, SequenceId
+from session.words import GroupKind, GroupSpec, Namespace, SequenceId
 from tests.examples import examples
-from tests.worker_service.scheduler_machine import VOCAB, Machine, full_group
+from tests.worker_service.scheduler_machine import PAGE_BYTES, VOCAB, Machine, full_group, window_group
 from worker_service.core.holding import Siblings
 from worker_service.core.sampling_params import SamplingParams
 from worker_service.core.scheduler_config import SchedulerConfig
@@ -42,6 +42,37 @@ def test_equal_prompts_cost_one_prefill() -> None:
     assert computed(driven) == [41] + [1] * 7
 
 
+@pytest.mark.parametrize(
+    ("groups", "page_tokens"),
+    [
+        ((full_group(40),), 32),
+        ((full_group(40), full_group(40)._replace(name="second"), window_group(40, 128)), 128),
+        ((full_group(40), GroupSpec("state", GroupKind.STATE, 40, PAGE_BYTES)), 64),
+    ],
+    ids=["plain", "deepseek-v4", "lfm2"],
+)
+@pytest.mark.parametrize("ends", ["equal", "own"])
+def test_of_one_large_page_equal_prompts_cost_one_prefill_too(
+    groups: tuple[GroupSpec, ...], page_tokens: int, ends: str
+) -> None:
+    """Eight at once, of a page and five tokens: of DeepSeek V4 they compute 168 tokens in all, of LFM2 104."""
+    driven = machine(groups=groups, page_tokens=page_tokens, token_budget=512)
+    for number in range(8):
+        driven.ask([token % VOCAB for token in range(page_tokens)] + [number if ends == "own" else 0] * 5, max_tokens=2)
+    driven.run()
+    driven.check_over()
+    assert computed(driven) == [page_tokens + 5] + [5] * 7
+
+
+def test_six_requests_that_share_512_tokens_compute_these_once() -> None:
+    for page_tokens in (16, 64, 128):
+        driven = machine(groups=(full_group(200),), page_tokens=page_tokens, token_budget=2048)
+        for number in range(6):
+            driven.ask([token % VOCAB for token in range(512)] + [number] * 24)
+        driven.run()
+        assert computed(driven) == [536, 24, 24, 24, 24, 24]
+
+
 def test_held_requests_are_admitted_mid_flight() -> None:
     """They do not wait for the sibling's answer, only for its pages."""
     driven = machine()
@@ -56,7 +87,7 @@ def test_held_requests_are_admitted_mid_flight() -> None:
 def test_groups_of_siblings_compute_unique_tokens_only() -> None:
     """E22: 10 groups of 22 prompts with a shared start of 48 tokens, all in one queue, a tail of 3 each.
 
-    A group may compute one page twice: for a single page nobody is held.
+    A group may compute one page twice: for a single small page nobody is held.
     """
     driven = machine(groups=(full_group(3000),), max_num_seqs=32)
     for number in range(22):
@@ -86,6 +117,16 @@ def test_only_two_common_pages_or_more_are_worth_it(common: int, num_held: int) 
     driven = machine()
     driven.ask(PROMPT)
     driven.ask(PROMPT[:common] + [49] * 20)
+    driven.exchange()
+    assert driven.scheduler.num_held == num_held
+
+
+@pytest.mark.parametrize(("page_tokens", "common", "num_held"), [(31, 31, 0), (31, 62, 1), (32, 31, 0), (32, 32, 1)])
+def test_one_page_of_32_tokens_is_worth_it(page_tokens: int, common: int, num_held: int) -> None:
+    driven = machine(page_tokens=page_tokens)
+    prompt = [token % VOCAB for token in range(70)]
+    driven.ask(prompt)
+    driven.ask(prompt[:common] + [49] * 20)
     driven.exchange()
     assert driven.scheduler.num_held == num_held
 
@@ -164,11 +205,11 @@ def waiting(tokens: list[int], number: int) -> Sequence:
 
 @settings(max_examples=examples(200))
 @given(
-    first=st.lists(st.integers(0, 1), min_size=1, max_size=40),
-    second=st.lists(st.integers(0, 1), min_size=1, max_size=40),
-    shared=st.integers(0, 40),
+    first=st.lists(st.integers(0, 1), min_size=1, max_size=100),
+    second=st.lists(st.integers(0, 1), min_size=1, max_size=100),
+    shared=st.integers(0, 100),
     published=st.integers(0, 10),
-    page_tokens=st.sampled_from([1, 2, 3]),
+    page_tokens=st.sampled_from([1, 2, 3, 31, 32]),
 )
 def test_hold_is_a_count_of_common_unpublished_pages(
     first: list[int], second: list[int], shared: int, published: int, page_tokens: int
@@ -182,6 +223,7 @@ def test_hold_is_a_count_of_common_unpublished_pages(
     common = 0
     while common < min(len(first), len(second) - 1) and first[common] == second[common]:
         common += 1
-    expected = common // page_tokens - sibling.published_len // page_tokens >= 2
+    num_pages = common // page_tokens - sibling.published_len // page_tokens
+    expected = num_pages >= (1 if page_tokens >= 32 else 2)
     assert siblings.hold(request) is expected
     assert siblings.hold(request) is expected  # from what was kept

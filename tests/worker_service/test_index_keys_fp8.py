@@ -100,7 +100,14 @@ def test_workers_exchange_only_pages_of_one_kind(saved: tuple[Path, Any]) -> Non
     assert "float8_e4m3fn" in rounded.layout_id and rounded.layout_id != plain.layout_id
 
 
-def test_it_is_refused_where_nothing_is_chosen(tmp_path: Path) -> None:
-    make_reference("deepseek-v3", tmp_path)
-    with pytest.raises(ModelError, match=r"index_key_dtype.*DeepseekV3ForCausalLM has none"):
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("deepseek-v3", "DeepseekV3ForCausalLM has none"),
+        ("deepseek-v4", "DeepseekV4ForCausalLM chooses entries, whose index keys are not supported in it"),
+    ],
+)
+def test_it_is_refused_where_no_tokens_are_chosen(name: str, why: str, tmp_path: Path) -> None:
+    make_reference(name, tmp_path)
+    with pytest.raises(ModelError, match=rf"index_key_dtype.*{why}"):
         page_layouts(read_model_spec(tmp_path), torch.bfloat16, PAGE, index_dtype=E4M3)

@@ -84,9 +84,9 @@ class InventoryMachine(RuleBasedStateMachine):
         for page_id in page_ids:
             self.truth.pop((group, page_id), None)
 
-    @rule(page_id=PAGE_IDS)
-    def use(self, page_id: int) -> None:
-        self.inventory.use(page_id)
+    @rule(page_ids=st.lists(PAGE_IDS, max_size=3))
+    def use(self, page_ids: list[int]) -> None:
+        self.inventory.use(page_ids)
 
     @rule(namespaces=st.sampled_from([None, [], NAMESPACES[:1], NAMESPACES[1:], [Namespace("unknown")]]))
     def forget(self, namespaces: list[Namespace] | None) -> None:

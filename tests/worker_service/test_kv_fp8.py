@@ -15,8 +15,10 @@ from kernels.fp8 import E4M3, dequantise, quantise
 from tests.worker_service.model_kit import PAGE, Bench, Part, make_reference, random_tokens
 from worker_service.core.errors import ModelError
 from worker_service.model import attention
+from worker_service.model.config import read_model_spec
 from worker_service.model.kv_scales import KvScales
 from worker_service.model.mixers import Heads
+from worker_service.model.page_layouts import page_layouts
 
 # Each way in which keys, values and scores are made: biases, norms, rotations, windows, sinks, caps, padded values.
 FAMILIES = (
@@ -164,7 +166,14 @@ def test_the_size_of_keys_and_values_does_not_matter(tmp_path: Path, name: str, 
     assert torch.equal(scaled.pages.read_pages(0, PAGES[:3]), page)
 
 
-def test_latents_refuse_fp8(tmp_path: Path) -> None:
-    make_reference("deepseek-v2-lite", tmp_path)
-    with pytest.raises(ModelError, match=r"kv_dtype.*DeepseekV2ForCausalLM keeps latents"):
-        fp8(tmp_path)
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("deepseek-v2-lite", "DeepseekV2ForCausalLM keeps latents"),
+        ("deepseek-v4", "DeepseekV4ForCausalLM keeps entries that are key and value at once"),
+    ],
+)
+def test_what_is_key_and_value_at_once_refuses_fp8(name: str, kept: str, tmp_path: Path) -> None:
+    make_reference(name, tmp_path)
+    with pytest.raises(ModelError, match=f"kv_dtype.*{kept}"):
+        page_layouts(read_model_spec(tmp_path), torch.bfloat16, 128, kv_dtype=E4M3)

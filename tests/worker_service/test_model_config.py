@@ -148,6 +148,15 @@ def test_eos_of_the_generation_config_wins() -> None:
         ({"num_attention_heads": 6, "num_key_value_heads": 6}, "num_attention_heads"),
         ({"head_dim": 15}, "head_dim"),
         ({"rms_norm_eps": 0}, "rms_norm_eps"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps"),
+        ({"num_hidden_layers": 4097}, "num_hidden_layers"),
+        ({"num_hidden_layers": 10**30}, "num_hidden_layers"),
+        ({"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4097}, "num_experts"),
+        ({"architectures": ["MixtralForCausalLM"], "num_local_experts": 10**9}, "num_local_experts"),
+        ({"architectures": ["DeepseekV3ForCausalLM"], "n_routed_experts": 10**9}, "n_routed_experts"),
+        ({"architectures": ["Glm4MoeForCausalLM"], "num_nextn_predict_layers": 10**9}, "num_nextn_predict_layers"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
@@ -158,6 +167,10 @@ def test_eos_of_the_generation_config_wins() -> None:
         ({"rope_scaling": {"rope_type": ["yarn"]}}, "rope_type"),
         ({"rope_scaling": {**YARN, "mscale": "1"}}, "mscale"),
         ({"rope_scaling": {**YARN, "truncate": 0}}, "truncate"),
+        ({"rope_scaling": {**YARN, "factor": float("inf")}}, "factor"),
+        ({"rope_scaling": {**YARN, "factor": 1e17}}, "factor"),
+        ({"max_position_embeddings": 1 << 31}, "max_position_embeddings"),
+        ({"rope_scaling": {**YARN, "original_max_position_embeddings": 1 << 31}}, "original_max_position_embeddings"),
         ({"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}}}, "rope_parameters"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config.quant_method"),
@@ -186,7 +199,7 @@ def test_errors_name_the_field(changes: dict[str, Any], field: str) -> None:
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize("content", [None, b"{", b"[]", b"\xff"])
+@pytest.mark.parametrize("content", [None, b"{", b"[]", b"\xff", b"[" * 100_000, b'{"a":' * 100_000])
 def test_unreadable_config_is_named(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "config.json").write_bytes(content)

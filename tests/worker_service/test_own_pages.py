@@ -6,17 +6,19 @@ The device remembers which prefix wrote each slot, so a page that somebody still
 from __future__ import annotations
 
 import random
+from array import array
 
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.worker_service.inventory_truth import check_inventory
-from tests.worker_service.layouts import full_only, window_only, with_intervals, with_state, with_window
-from tests.worker_service.scheduler_machine import Machine, full_group, window_group
+from tests.worker_service.inventory_truth import check_inventory, num_cut_off
+from tests.worker_service.layouts import full_only, two_full, window_only, with_intervals, with_state, with_window
+from tests.worker_service.scheduler_machine import NAMESPACE, Machine, full_group, window_group
 from tests.worker_service.test_restoration import SHAPES, TRUNK, ask_all, machine
 from tests.worker_service.test_scheduler_liveness import Layout, Workload, configs
+from worker_service.core.inventory import Written
 
 PROMPTS = [[first] * 25 for first in range(1, 5)]
 
@@ -78,6 +80,59 @@ def test_the_ends_of_the_least_recently_used_prompts_go_first() -> None:
     driven.check_over()
 
 
+@pytest.mark.parametrize("num_second", [18, 20, 23])
+def test_what_prompts_share_goes_last_in_each_full_group(num_second: int) -> None:
+    """Four prompts share three pages, and have two of their own: of the oldest ones these go, and nothing else."""
+    second = full_group(num_second)._replace(name="second")
+    driven = machine(groups=(full_group(20), second))
+    prompts = [TRUNK[:12] + [20 + number] * 9 for number in range(4)]
+    ask_all(driven, prompts)
+    num_pages = min(20, num_second)
+    stream = decoding(driven, [9, 9, 9], 4 * (num_pages - 7) - 3)
+    driven.lose_service()
+    go_on_alone(driven)
+    assert driven.clients[stream].usage is not None
+    driven.find_service()
+    driven.run()
+    assert not driven.manager.run_refusals
+    cached = [driven.manager.cached_tokens(NAMESPACE, prompt) for prompt in prompts]
+    assert cached == [12, 12, 20, 20]
+    check_inventory(driven)
+    driven.check_over()
+
+
+def test_a_group_whose_pages_are_taken_later_follows_the_leading_one_through_what_is_gone_there() -> None:
+    """It had three more free pages: six known ones go of the leading group, of the oldest prompt first, three of it."""
+    driven = machine(groups=(full_group(24), full_group(27)._replace(name="second")))
+    prompts = [TRUNK[:12] + [20 + number] * 17 for number in range(3)]
+    ask_all(driven, prompts)
+    stream = decoding(driven, [9, 9, 9], 4 * 15 - 3)
+    driven.lose_service()
+    go_on_alone(driven)
+    assert driven.clients[stream].usage is not None
+    driven.find_service()
+    driven.run()
+    assert [driven.manager.cached_tokens(NAMESPACE, prompt) for prompt in prompts] == [12, 20, 28]
+    driven.check_over()
+
+
+@pytest.mark.parametrize(("read", "order"), [(0, [2, 3, 4, 6, 5, 1]), (2, [2, 3, 4, 5, 1, 6])])
+def test_pages_of_a_full_group_that_no_prompt_needs_go_first_and_each_page_goes_once(
+    read: int, order: list[int]
+) -> None:
+    """Two pages hold the same, and one may stand beside a page that a sequence reads with another one."""
+    driven = machine(groups=(full_group(6), full_group(6)._replace(name="second")))
+    tokens = array("i", range(12))
+    leading = array("i", [1, 2, 3])
+    for second, end in (([4, 5, 6], 3), ([1, 5, 6], 1)):
+        tables = [leading, array("i", second)]
+        driven.scheduler.inventory.record(Written(NAMESPACE, tokens, tables, 0, 0, end))
+    own_pages = driven.scheduler._own_pages
+    use = bytearray(page_id in (0, read) for page_id in range(7))
+    own_pages._use_of = lambda group: use  # type: ignore[method-assign]
+    assert list(own_pages._in_order(1, bytearray([1] + [0] * 6))) == order
+
+
 def test_pages_that_live_sequences_use_are_never_taken() -> None:
     """All but a page is in use: one stream gets it, the others wait for the service and lose nothing."""
     driven = machine(groups=(full_group(13),), max_num_seqs=3)
@@ -111,6 +166,23 @@ def test_windows_reuse_what_they_left_behind_before_they_take_what_is_cached() -
     driven.find_service()
     driven.run()
     assert ask_all(driven, [PROMPTS[0]]) == [24]
+    driven.check_over()
+
+
+def test_all_pages_that_a_window_reads_where_requests_resumed_last_go_last() -> None:
+    """A start that all prompts share was computed first; its window's pages are older than those of everything else."""
+    driven = machine(groups=(full_group(80), window_group(24, 12)))
+    start = list(range(1, 25))
+    ask_all(driven, [[*start, 30], [*start, 31], *PROMPTS[:3]])
+    assert ask_all(driven, [[*start, 32]]) == [24]
+    streams = [decoding(driven, [40 + number], 14) for number in range(2)]
+    assert not driven.manager.cache.groups[1].pool.num_free
+    driven.lose_service()
+    go_on_alone(driven)
+    assert all(driven.clients[stream].usage for stream in streams)
+    driven.find_service()
+    driven.run()
+    assert ask_all(driven, [[*start, 33]]) == [24]
     driven.check_over()
 
 
@@ -153,7 +225,7 @@ def test_a_stream_lacks_room_once_its_pages_are_full() -> None:
     assert driven.scheduler.lacks_room()
 
 
-@pytest.mark.parametrize("layout", [full_only, with_window, window_only, with_state, with_intervals])
+@pytest.mark.parametrize("layout", [full_only, two_full, with_window, window_only, with_state, with_intervals])
 @settings(max_examples=examples(60))
 @given(data=st.data(), seed=st.integers(0, 1 << 32), num_requests=st.integers(1, 14), host=st.booleans())
 def test_no_page_of_the_inventory_is_wrong_after_rows_took_pages(
@@ -167,8 +239,10 @@ def test_no_page_of_the_inventory_is_wrong_after_rows_took_pages(
 
     def counted() -> int:
         nonlocal num_taken
+        before = num_cut_off(driven)
         num_taken += (taken := take_pages())
         check_inventory(driven)
+        assert num_cut_off(driven) <= before, "a prompt lost its beginning before its end"
         return taken
 
     driven.scheduler.take_pages = counted  # type: ignore[method-assign]

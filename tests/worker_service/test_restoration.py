@@ -15,7 +15,7 @@ from tests.core.at_once import clear_at_once
 from tests.examples import examples
 from tests.worker_service.audited_manager import LIMITS, WORKER
 from tests.worker_service.inventory_truth import check_inventory
-from tests.worker_service.layouts import full_only, with_state, with_window
+from tests.worker_service.layouts import full_only, two_full, with_state, with_window
 from tests.worker_service.scheduler_machine import NAMESPACE, PAGE_BYTES, VOCAB, Machine, full_group, window_group
 from tests.worker_service.test_scheduler_liveness import Layout, Workload, configs
 from worker_service.core.scheduler_config import SchedulerConfig
@@ -350,7 +350,7 @@ class RestartingWorkload(Workload):
         return happened
 
 
-@pytest.mark.parametrize("layout", [full_only, with_window, with_state])
+@pytest.mark.parametrize("layout", [full_only, two_full, with_window, with_state])
 @pytest.mark.parametrize("with_faults", [False, True])
 @settings(max_examples=examples(60))
 @given(data=st.data(), seed=st.integers(0, 1 << 32), num_requests=st.integers(1, 14), host=st.booleans())

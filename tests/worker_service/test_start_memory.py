@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from cli.random_model import make_random_model
 from kernels.fp8 import E4M3
 from tests.worker_service.model_kit import make_reference
 from worker_service import __main__ as command
 from worker_service import compute
 from worker_service.config import WorkerConfig
+from worker_service.core.errors import PoolError
 from worker_service.model import attention
 from worker_service.model.choice_parts import CHOICE_BYTES
 from worker_service.model.compressed_attention import PARTIAL_BYTES
@@ -35,6 +37,23 @@ def test_too_little_memory_at_the_start_names_the_settings(
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("worker_service: error: memory_fraction, pool_mb, token_budget, max_num_seqs:")
     assert last.endswith("(CUDA out of memory)")
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"pool_mb": 1 << 30}, "pool_mb: more than this machine's memory holds (you tried to allocate 11"),
+        ({"pool_pages": 1 << 40}, "pool_pages: more than this machine's memory holds"),
+        ({"max_num_seqs": 1 << 40}, "max_num_seqs, token_budget: more than this machine's memory holds"),
+    ],
+)
+def test_what_a_cpu_has_no_memory_for_is_named(changes: dict[str, int], named: str, tmp_path: Path) -> None:
+    """Beyond what any process can address, as the settings' own limits are not."""
+    make_random_model(tmp_path)
+    config = WorkerConfig(model=str(tmp_path), device="cpu", threads=1, **changes)  # type: ignore[arg-type]
+    with pytest.raises(PoolError) as caught:
+        compute.prepare(config)
+    assert str(caught.value).startswith(named)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 sibling   |#### published ####|.... yet to publish ....|   still prefilling or fetching
 request   |######## common prefix ########|~~~~~~~~~~~~~
-                              '-- two pages or more: hold --'
+                              '-- MIN_TOKENS, or two smaller pages: hold --'
 
 A recurrent state can be resumed from at snapshots only, so where there are STATE groups the sibling is told of the
 branch: it leaves a snapshot where the request parts from it. The request is then held until the last common page is
@@ -14,8 +14,11 @@ from __future__ import annotations
 from session.words import TOKEN_BYTES, Namespace
 from worker_service.core.sequence import Sequence, State
 
-# One page is cheaper to compute again than to wait a launch for.
-MIN_PAGES = 2
+# A held request begins a launch later. For one page of fewer tokens that does not pay: they are few beside the others
+# of a launch. A page of more is work that each of N siblings would do again: models with states have pages of 64
+# tokens, DeepSeek V4 of 128.
+MIN_TOKENS = 32
+MIN_SMALL_PAGES = 2
 
 _ADMITTED = (State.ACQUIRING, State.FETCHING, State.RUNNING)
 
@@ -25,13 +28,14 @@ class Siblings:
 
     def __init__(self, page_tokens: int, *, has_states: bool = False) -> None:
         self._page_tokens = page_tokens
+        self._min_pages = 1 if page_tokens >= MIN_TOKENS else MIN_SMALL_PAGES
         self._has_states = has_states
         self._by_start: dict[tuple[Namespace, bytes], list[Sequence]] = {}
 
     def admit(self, sequence: Sequence) -> None:
         if sequence.request.bypass_cache:
             return
-        if self._to_publish(sequence, len(sequence.tokens) // self._page_tokens) >= MIN_PAGES:
+        if self._to_publish(sequence, len(sequence.tokens) // self._page_tokens) >= self._min_pages:
             self._by_start.setdefault(self._start(sequence), []).append(sequence)
 
     def hold(self, request: Sequence) -> bool:
@@ -57,7 +61,7 @@ class Siblings:
 
     def _is_worth_waiting(self, sibling: Sequence, common: int) -> bool:
         num_pages = self._to_publish(sibling, common)
-        return num_pages >= MIN_PAGES or (self._has_states and num_pages > 0 and common >= MIN_PAGES)
+        return num_pages >= self._min_pages or (self._has_states and num_pages > 0 and common >= self._min_pages)
 
     def _to_publish(self, sibling: Sequence, num_pages: int) -> int:
         return num_pages - sibling.published_len // self._page_tokens

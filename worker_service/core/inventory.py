@@ -49,12 +49,14 @@ class Inventory:
         full = [group for group, spec in enumerate(groups) if spec.kind is GroupKind.FULL]
         self.leading = full[0] if full else None
         self.page_tokens = page_tokens
+        # Pages before a boundary that the longest window reads where a request resumes there.
+        self.reach_pages = max(1, *(-(-(spec.window_tokens - 1) // page_tokens) for spec in groups))
         self.clock = 0  # stamps rise with each record and each use
         size = groups[full[0]].num_pages + 1 if full else 0
         self.stamps = array("Q", (0,)) * size  # 0: nothing is known of the page
         self.parents = array("I", (0,)) * size  # NO_PAGE: the page begins a prompt
         self.parent_stamps = array("Q", (0,)) * size
-        self.used = array("Q", (0,)) * size  # stamp of the last grant that resumed behind the page
+        self.used = array("Q", (0,)) * size  # stamp of the last grant whose window reached back to the page
         self.tokens = array("i", (0,)) * (size * page_tokens)
         self._name_of = array("I", (0,)) * size
         self._names: list[Namespace | None] = []
@@ -124,11 +126,13 @@ class Inventory:
         held = self.tokens[page_id * size : (page_id + 1) * size]
         return held == written.tokens[page * size : (page + 1) * size]
 
-    def use(self, page_id: int) -> None:
-        """Notes a use: a request resumes behind this page of the leading group."""
-        if self.leading is not None and self.stamps[page_id]:
-            self.clock += 1
-            self.used[page_id] = self.clock
+    def use(self, page_ids: Iterable[int]) -> None:
+        """Notes that a request resumes behind these pages of the leading group, and that windows reach back to all."""
+        self.clock += 1
+        clock, stamps, used = self.clock, self.stamps, self.used
+        for page_id in page_ids:
+            if stamps[page_id]:
+                used[page_id] = clock
 
     # -- what is forgotten --
 

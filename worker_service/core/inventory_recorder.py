@@ -79,7 +79,8 @@ class Recorder:
             at = max(usable - pages.first_page, 0)
             forget(pages.group, _ids(pages.page_ids, at))
             if at and pages.group == self._inventory.leading:
-                self._inventory.use(_ids(pages.page_ids, at - 1, at)[0])
+                # Windows of other groups need all pages that they reach: without one, nothing resumes here.
+                self._inventory.use(_ids(pages.page_ids, max(at - self._inventory.reach_pages, 0), at))
         for slots in (grant.snapshots, grant.working, grant.rolling):
             self._kill_slots(slots)
 

@@ -7,7 +7,8 @@ forgets what they held. The next Hello begins a new state of the service, which 
 their block tables, and then learns what the inventory still has.
 
     of the leading group   a page that no known page follows, oldest use first; then the page before it, and so on
-    of another group       by the last use of the leading group's page at the same place
+    of another FULL group  the page beside it, in the same order: a prompt that lacks its first page is lost whole
+    of a WINDOW group      by the last use of the leading group's page at the same place
 
 Slots of STATE groups are not taken: rows go on in those that they hold, and leave no snapshots meanwhile.
 """
@@ -119,8 +120,7 @@ class OwnPages:
         for page_id in found:
             use[page_id] = IN_USE
         if 0 in use or LEFT_BEHIND in use:
-            is_leading = group == self._inventory.leading
-            self._spare[group] = self._by_chains(use) if is_leading else iter(self._by_last_use(group, use))
+            self._spare[group] = self._in_order(group, use)
             self._last_pauses.pop(group, None)
             return True
         self._pauses[group] = self._last_pauses[group] = min(
@@ -163,39 +163,68 @@ class OwnPages:
 
     # -- the order --
 
+    def _in_order(self, group: int, use: bytearray) -> Iterator[int]:
+        if group == self._inventory.leading:
+            return self._by_chains(use)
+        is_full = self._terms.config.groups[group].kind is GroupKind.FULL
+        return self._beside_leading(group, use) if is_full else iter(self._by_last_use(group, use))
+
     def _by_chains(self, use: bytearray) -> Iterator[int]:
-        """Yields pages of the leading group: unknown ones, then known chains from their ends, oldest use first."""
+        """Yields pages of the leading group: unknown ones, then known chains from their ends, oldest use first.
+
+        Links are those of the look: other FULL groups follow this order when the leading group's pages are forgotten.
+        """
         inventory = self._inventory
-        stamps, parents, parent_stamps, used = (
-            inventory.stamps,
-            inventory.parents,
-            inventory.parent_stamps,
-            inventory.used,
-        )
+        stamps, parent_stamps = inventory.stamps, inventory.parent_stamps
         spare = [page_id for page_id, in_use in enumerate(use) if not in_use]
         known = [page_id for page_id in spare if stamps[page_id]]
         # Pages in use are no children: a page that only they follow may be taken, or it never would be.
         num_children = [0] * len(stamps)
+        parents: list[int] = [NO_PAGE] * len(stamps)
         for page_id in known:
-            parent = parents[page_id]
+            parent = inventory.parents[page_id]
             if parent_stamps[page_id] == stamps[parent]:
+                parents[page_id] = parent
                 num_children[parent] += 1
-        ends = [(used[page_id], page_id) for page_id in known if not num_children[page_id]]
+        ends = [(inventory.used[page_id], page_id) for page_id in known if not num_children[page_id]]
+        unknown = [page_id for page_id in spare if not stamps[page_id]]
+        return chain(unknown, self._from_ends(ends, parents, num_children, use))
+
+    def _from_ends(
+        self, ends: list[tuple[int, int]], parents: list[int], num_children: list[int], use: bytearray
+    ) -> Iterator[int]:
+        used = self._inventory.used
         heapify(ends)
-        yield from [page_id for page_id in spare if not stamps[page_id]]
         while ends:
             _, page_id = heappop(ends)
             parent = parents[page_id]
-            is_linked = parent != 0 and parent_stamps[page_id] == stamps[parent]
             yield page_id
-            if is_linked:
+            if parent != NO_PAGE:
                 num_children[parent] -= 1
                 if not num_children[parent] and not use[parent]:
                     heappush(ends, (used[parent], parent))
 
+    def _beside_leading(self, group: int, use: bytearray) -> Iterator[int]:
+        """Yields pages of another FULL group: those that stand beside no spare page of the leading group, so that no
+        prompt needs them, then the others in the order in which the leading group's are taken."""
+        leading, stamps = self._inventory.leading, self._inventory.stamps
+        assert leading is not None
+        leading_use = self._use_of(leading)
+        beside: list[int] = [NO_PAGE] * len(leading_use)  # by the leading group's page
+        needless = []
+        links = zip(use, self._inventory.leads[group], self._inventory.lead_stamps[group], strict=True)
+        for page_id, (in_use, lead, stamp) in enumerate(links):
+            if in_use:
+                continue
+            if stamp and stamps[lead] == stamp and not leading_use[lead] and not beside[lead]:
+                beside[lead] = page_id
+            else:
+                needless.append(page_id)
+        return chain(needless, (beside[lead] for lead in self._by_chains(leading_use) if beside[lead]))
+
     def _by_last_use(self, group: int, use: bytearray) -> list[int]:
-        """Returns pages of another group: what windows left behind and what belongs to no known page; where there is no
-        such page, a few by the last use of the page that they belong to."""
+        """Returns pages of a WINDOW group: what windows left behind and what belongs to no known page; where there are
+        none, a few by the last use of the page that they belong to."""
         inventory, size = self._inventory, len(use)
         last_use = [0] * size
         if inventory.leading is not None:

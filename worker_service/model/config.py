@@ -7,7 +7,7 @@ from pathlib import Path
 
 from worker_service.model.families import family_of
 from worker_service.model.families.common import architecture_of
-from worker_service.model.fields import Fields, eos_token_ids, merged, read_json
+from worker_service.model.fields import Fields, check_repeats, eos_token_ids, merged, read_json
 from worker_service.model.spec import ModelSpec, with_max_model_len
 from worker_service.model.weight_formats import read_weight_format
 
@@ -26,6 +26,7 @@ def parse_model_spec(top_fields: Fields, generation: Fields | None = None) -> Mo
     architecture = architecture_of(top_fields)
     family = family_of(architecture)
     fields = {**family.defaults, **merged(top_fields)}
+    check_repeats(fields)
     weight_format = read_weight_format(fields, family.weight_formats, architecture)
     spec = replace(
         family.read_spec(fields),

@@ -11,6 +11,20 @@ from worker_service.core.errors import ModelError
 
 Fields = Mapping[str, Any]
 
+# Sizes and positions are int32 on the device; products of other numbers with them stay finite.
+MOST_WHOLE, MOST_NUMBER = 2**31 - 1, 1e18
+# Of layers, or of a layer's experts: many times as many as any published model has. The names of the tensors of 5,000
+# layers took 5 s before the first one was found missing.
+MOST_REPEATS = 4096
+_REPEATED = (
+    "num_hidden_layers",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "num_nextn_predict_layers",
+    "num_mtp_layers",
+)
+
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
@@ -19,6 +33,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ModelError(path.name, f"cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise ModelError(path.name, f"is not JSON ({error})") from error
+    except RecursionError:
+        raise ModelError(path.name, "has objects or arrays within each other, too many to read") from None
     if not isinstance(fields, dict):
         raise ModelError(path.name, "must be a JSON object")
     return fields
@@ -34,13 +50,21 @@ def merged(fields: Fields) -> Fields:
     return {**nested, **said}
 
 
-def whole(fields: Fields, name: str, default: int | None = None, least: int = 1, most: int | None = None) -> int:
+def check_repeats(fields: Fields) -> None:
+    """Raises ModelError where there are more layers or experts than can be real."""
+    for name in _REPEATED:
+        value = fields.get(name)
+        if isinstance(value, int) and value > MOST_REPEATS:
+            raise ModelError(name, f"{value} is not supported; up to {MOST_REPEATS} are")
+
+
+def whole(fields: Fields, name: str, default: int | None = None, least: int = 1, most: int = MOST_WHOLE) -> int:
     value = fields.get(name)
     if value is None:
         value = default
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ModelError(name, f"must be a whole number of at least {least}, not {value!r}")
-    if most is not None and value > most:
+    if value > most:
         raise ModelError(name, f"{value} is not supported; {least} to {most} are")
     return value
 
@@ -54,8 +78,9 @@ def number(fields: Fields, name: str, default: float | None = None) -> float:
     value = fields.get(name)
     if value is None:
         value = default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise ModelError(name, f"must be a number above 0, not {value!r}")
+    # In this form NaN is refused, too.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MOST_NUMBER:
+        raise ModelError(name, f"must be a number above 0 and up to {MOST_NUMBER:g}, not {value!r}")
     return float(value)
 
 

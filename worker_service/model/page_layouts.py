@@ -64,15 +64,12 @@ def page_layouts(
         kv_dtype: of keys and values; None is `dtype`. A state is never rounded to it.
         index_dtype: of an indexer's keys; None is `dtype`, fp8 comes with a scale for each token.
     """
+    _check_page_dtypes(spec, kv_dtype, index_dtype)
     mixers = [(number, mixer) for number, layer in enumerate(spec.layers) for mixer in layer.mixers]
-    if kv_dtype is E4M3 and any(isinstance(mixer, LatentSpec | CompressedSpec) for _, mixer in mixers):
-        raise ModelError("kv_dtype", f"fp8_e4m3 is for keys and values of heads; {spec.architecture} keeps latents")
     rows = [(number, row) for number, mixer in mixers for row in _rows(mixer, spec.hidden_size)]
     if page_tokens % GRID_TOKENS and any(array.wide for _, row in rows for array in row.arrays):
         # Only there can a state be left within a launch (ADR 22).
         raise ModelError("page_tokens", f"{page_tokens} is no multiple of {GRID_TOKENS}, as {spec.architecture} needs")
-    if index_dtype is E4M3 and not any(row.index_dim for _, row in rows):
-        raise ModelError("index_key_dtype", f"fp8_e4m3 is for the keys of an indexer; {spec.architecture} has none")
     ratio = math.lcm(*(array.ratio for _, row in rows for array in row.arrays))
     if page_tokens % ratio:
         # Entries lie in the page of their tokens.
@@ -101,6 +98,20 @@ def page_layouts(
         )
         for row in distinct
     )
+
+
+def _check_page_dtypes(spec: ModelSpec, kv_dtype: torch.dtype | None, index_dtype: torch.dtype | None) -> None:
+    """Raises ModelError where the model's pages hold nothing that could be of that dtype."""
+    mixers = [mixer for layer in spec.layers for mixer in layer.mixers]
+    has_latents = any(isinstance(mixer, LatentSpec) for mixer in mixers)
+    has_entries = any(isinstance(mixer, CompressedSpec) for mixer in mixers)
+    if kv_dtype is E4M3 and (has_latents or has_entries):
+        kept = "latents" if has_latents else "entries that are key and value at once"
+        raise ModelError("kv_dtype", f"fp8_e4m3 is for keys and values of heads; {spec.architecture} keeps {kept}")
+    if index_dtype is not E4M3 or any(isinstance(mixer, LatentSpec) and mixer.index is not None for mixer in mixers):
+        return
+    why = "chooses entries, whose index keys are not supported in it" if has_entries else "has none"
+    raise ModelError("index_key_dtype", f"fp8_e4m3 is for the keys of an indexer; {spec.architecture} {why}")
 
 
 def _rows(mixer: LoneMixerSpec, hidden_size: int) -> tuple[_Row, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from worker_service.core.errors import ModelError
 from worker_service.model.attention_specs import RopeConfig, RopeKind
-from worker_service.model.fields import Fields, flag, number, one_of, whole
+from worker_service.model.fields import MOST_WHOLE, Fields, flag, number, one_of, whole
 
 KINDS = {kind.value: kind for kind in RopeKind}
 
@@ -58,7 +58,10 @@ def reach(rope: RopeConfig, max_tokens: int) -> int:
     """
     if rope.kind not in (RopeKind.YARN, RopeKind.LINEAR):
         return max_tokens
-    return max(max_tokens, int(rope.original_max_tokens * rope.factor))
+    scaled = rope.original_max_tokens * rope.factor
+    if scaled > MOST_WHOLE:
+        raise ModelError("factor", f"{rope.factor:g} times {rope.original_max_tokens} tokens are too many positions")
+    return max(max_tokens, int(scaled))
 
 
 def rope_parameters(fields: Fields) -> Fields:

@@ -27,6 +27,8 @@ Tensors = tuple[torch.Tensor, ...]
 # Called with the bytes that are loaded, and all bytes.
 Progress = Callable[[int, int], None]
 
+# A family's files may have several names for it, of which none is there.
+MISSING = "is missing from the weights (the name is the worker's; files may have another one for it)"
 ONE_BYTE = ("F8_E4M3", "F8_E8M0", "U8", "I8")
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, **dict.fromkeys(ONE_BYTE, 1)}
 
@@ -53,7 +55,7 @@ class Checkpoint:
         parts = [part for name, expected in wanted.items() for part in self.parts(name, expected.shape)]
         for part in parts:
             if part.name not in self._stored_name:
-                raise ModelError(part.name, "is missing from the weights")
+                raise ModelError(part.name, MISSING)
         used = {part.name for part in parts}
         for name, stored in self._stored_name.items():
             if name not in used and not _is_derived(name, tied_embeddings):

@@ -6,7 +6,7 @@ import math
 
 from kernels.causal_conv import MAX_D_CONV
 from worker_service.core.errors import ModelError
-from worker_service.model.fields import Fields, flag, whole
+from worker_service.model.fields import MOST_NUMBER, Fields, flag, whole
 from worker_service.model.layer_weights import LayerWeights, Mamba2Weights, MixerWeights, ParallelWeights
 from worker_service.model.recurrent_specs import Mamba2Spec
 from worker_service.model.spec import LayerSpec, MixerSpec, ModelSpec, ParallelSpec
@@ -63,7 +63,9 @@ def _limit(value: object) -> float:
     """Returns the number, nan for what is none. JSON has no infinity, which transformers writes as an object."""
     if value == {"__float__": "Infinity"}:
         return math.inf
-    return math.nan if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    return math.inf if value > MOST_NUMBER else float(value)
 
 
 def take_layer(source: TensorSource, prefix: str, spec: ModelSpec, layer: LayerSpec) -> LayerWeights:
