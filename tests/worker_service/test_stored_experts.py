@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from cli.random_model import make_random_model
-from kernels.grouped_linear import Fp8Experts, Mxfp4Experts, dequantised
+from kernels.grouped_linear import (
+    Fp8Experts,
+    Mxfp4Experts,
+    Mxfp4Words,
+    StoredExperts,
+    dequantised,
+    hopper,
+    packed_experts,
+)
 from tests.worker_service.cuda_device import NEEDS_CUDA, prepared_cuda
 from tests.worker_service.model_kit import CPU, PAGE, Bench, Part, random_tokens
 from tests.worker_service.stored_models import FORMATS, make_fp8, make_mxfp4
 from tests.worker_service.test_weight_formats import FP8_CONFIG, change_config, change_weights
+from worker_service.model import mlps
 from worker_service.model.checkpoint_files import WEIGHTS
 from worker_service.model.config import read_model_spec
+from worker_service.model.decoder import Decoder
 from worker_service.model.families import family_of
 from worker_service.model.gemm_dispatch import Invariance
 from worker_service.model.layer_weights import ExpertWeight, MoeWeights
@@ -118,6 +130,28 @@ def logits(folder: Path, device: torch.device, *, keep: bool) -> list[torch.Tens
     other = bench.sequence(random_tokens(20, 2), [7, 8])
     made.append(bench.runner.logits(bench.batch(Part(warm, LENGTH, LENGTH + 1), Part(other, 0, 20))))
     return made
+
+
+def test_while_a_model_is_loaded_one_layer_has_its_experts_in_both_orders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Hopper, where they are put in words: of the layers before it the order of the files is gone."""
+    make_mxfp4(tmp_path, num_hidden_layers=3)
+    packed: list[tuple[weakref.ref[torch.Tensor], type]] = []
+
+    def pack(weight: StoredExperts, *given: Any) -> object:
+        made = packed_experts(weight, *given)
+        packed.append((weakref.ref(weight.values), type(made)))
+        assert [at for at, (values, _) in enumerate(packed) if values() is not None] == present[len(packed) - 1]
+        return made
+
+    present = [[0], [0, 1], [2], [2, 3], [4], [4, 5]]
+    monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
+    monkeypatch.setattr(mlps, "packed_experts", pack)
+    spec = read_model_spec(tmp_path)
+    Decoder(spec, open_weights(tmp_path, spec, torch.bfloat16, CPU, kept_formats=FORMATS), CPU)
+    assert [made for _, made in packed] == [Mxfp4Words] * 6
+    assert all(values() is None for values, _ in packed)
 
 
 @pytest.mark.parametrize("device", DEVICES)

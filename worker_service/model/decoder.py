@@ -166,10 +166,14 @@ def _branch(out: torch.Tensor, norm: Norm | None, scale: float) -> torch.Tensor:
 def _make_stack(
     spec: ModelSpec, source: TensorSource, rotary: RotaryTables, norm: Norm, backend: Backend
 ) -> ResidualStack | StreamStack:
-    layers = ((layer, _branches(number, source, spec, rotary, backend)) for number, layer in enumerate(spec.layers))
+    def branches(number: int) -> Branches:
+        return _branches(number, source, spec, rotary, backend)
+
+    # No name for a layer's branches: a loop's would hold its experts, as they are stored, until the next ones are made.
     if spec.streams is None:
-        return ResidualStack([DecoderLayer(branches, layer, spec, backend) for layer, branches in layers], norm)
-    streams = [StreamLayer(*branches, spec, backend) for _, branches in layers]
+        layers = [DecoderLayer(branches(number), layer, spec, backend) for number, layer in enumerate(spec.layers)]
+        return ResidualStack(layers, norm)
+    streams = [StreamLayer(*branches(number), spec, backend) for number in range(len(spec.layers))]
     head = take_streams_head(source, f"{ROOT}{STREAMS_HEAD}", spec)
     return StreamStack(streams, spec.streams, head, spec.norm.eps, norm, backend)
 

@@ -27,7 +27,8 @@ from worker_service.model.families.family import Family
 
 FAMILIES = (
     llama.FAMILY,
-    llama.WINDOWED,
+    llama.FAMILY_QWEN,
+    llama.FAMILY_MISTRAL,
     mixtral.FAMILY,
     qwen3_moe.FAMILY,
     glm4_moe.FAMILY,

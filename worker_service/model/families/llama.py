@@ -79,4 +79,7 @@ def read_windows(architecture: str, fields: Fields) -> tuple[int, ...]:
 
 
 FAMILY = Family((LLAMA,), read_spec, take_layer, {"eos_token_id": 2})
-WINDOWED = Family((QWEN2, QWEN3, MISTRAL), read_spec, take_layer, kinds=FULL_AND_WINDOW)
+FAMILY_QWEN = Family((QWEN2, QWEN3), read_spec, take_layer, kinds=FULL_AND_WINDOW)
+FAMILY_MISTRAL = Family(
+    (MISTRAL,), read_spec, take_layer, {"eos_token_id": 2, "num_key_value_heads": 8}, kinds=FULL_AND_WINDOW
+)
