@@ -199,8 +199,40 @@ async def test_where_two_groups_keep_whole_prompts_what_prompts_share_stays_cach
     assert "streams take pages by themselves" in worker.logged()
     cache.thaw()
     await client.until(cache.address, lambda stats: len(stats.workers) == 1 and healthy(stats))
-    cached = [await client.generate(worker.address, prompt, 1) for prompt in reversed(prompts)]
+    again = list(reversed(prompts))
+    cached = [await client.generate(worker.address, prompt) for prompt in again]
     assert [each.usage.cached_tokens // page for each in cached] == [4, 4, 4, 2, 2]
+    for prompt, answer in zip(again, cached, strict=True):
+        assert answer.varied_tokens == (await client.cold(worker.address, prompt)).tokens
+    await running.check()
+
+
+async def test_the_window_of_a_shared_start_stays_cached_through_an_outage(
+    client: Client, start: Starter, draw: Draw, model: Path, tmp_path: Path
+) -> None:
+    """It was computed before all else and used last; streams shorter than a window leave nothing behind to take."""
+    await asyncio.to_thread(make_kind, "gemma3", tmp_path, model / "tokenizer.json")
+    cache = start.cache(grace_ms=60_000)
+    tight = {"pool_pages": 64, "window_share": 1, "max_model_len": 60 * PAGE, "max_num_seqs": 4}
+    tight |= {"max_decode_ahead_tokens": 0, "decode_ahead_tokens": 0}
+    worker = (await asyncio.to_thread(start.workers, cache.address, model=tmp_path, **tight))[0]
+    shared = draw(8 * PAGE)
+
+    others = [draw(8 * PAGE + 3) for _ in range(7)]
+    for prompt in [shared + draw(6), shared + draw(6), *others, shared + draw(6), shared + draw(6)]:
+        last = await client.generate(worker.address, prompt, 1)
+    assert last.usage.cached_tokens == 8 * PAGE
+    running = Running(client, worker.address, [draw(4), draw(4)], 90)
+    await running.decoding.wait()
+    cache.freeze()
+    await asyncio.gather(*running.tasks)
+    assert "streams take pages by themselves" in worker.logged()
+    cache.thaw()
+    await client.until(cache.address, lambda stats: len(stats.workers) == 1 and healthy(stats))
+    again = shared + draw(6)
+    answer = await client.generate(worker.address, again)
+    assert answer.usage.cached_tokens == 8 * PAGE
+    assert answer.varied_tokens == (await client.cold(worker.address, again)).tokens
     await running.check()
 
 
