@@ -92,7 +92,15 @@ class Bench:
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
         self._budget = budget
         fields = fields_of(name, quick=quick)
-        self.model = PagedModel(fields, num_tokens // PAGE + 1, limits, device, dtype, experts=EXPERTS[self._weights])
+        self.model = PagedModel(
+            fields,
+            num_tokens // PAGE + 1,
+            limits,
+            device,
+            dtype,
+            experts=EXPERTS[self._weights],
+            factors=FAMILIES[name].factors,
+        )
 
     def savings(self, shared_tokens: int, new_tokens: int) -> Saving:
         self.model.free_pages()

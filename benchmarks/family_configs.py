@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
+
 from kernels.grouped_linear import Fp8Experts, Mxfp4Experts
 from kernels.grouped_linear.stored import FP8_BLOCK, MX_BLOCK
 from tests.worker_service.published_configs import PUBLISHED
@@ -24,10 +26,11 @@ COMMON: dict[str, Any] = {
 
 
 class BenchFamily(NamedTuple):
-    """A config.json, and the format of its experts."""
+    """A config.json, the format of its experts, and in what its checkpoint has the factors of fp8."""
 
     fields: dict[str, Any]
     weights: str = BF16
+    factors: torch.dtype = torch.float32
 
 
 def published(name: str, num_layers: int = 0, weights: str = BF16, **others: int) -> BenchFamily:
@@ -42,7 +45,7 @@ def published(name: str, num_layers: int = 0, weights: str = BF16, **others: int
 # A layer of DeepSeek V3 takes 11.7 GB with experts in fp8, one of V4 Flash 3.7 GB.
 FAMILIES: dict[str, BenchFamily] = {
     "experts": published("Qwen/Qwen3-30B-A3B"),
-    "experts-fp8": published("Qwen/Qwen3-30B-A3B", weights=FP8),
+    "experts-fp8": published("Qwen/Qwen3-30B-A3B", weights=FP8)._replace(factors=torch.bfloat16),
     "windows-sinks": published("openai/gpt-oss-20b", weights=MXFP4),
     "two-ropes": BenchFamily(
         {  # Gemma-3-12b
@@ -60,7 +63,7 @@ FAMILIES: dict[str, BenchFamily] = {
     "short-convs": published("LiquidAI/LFM2-1.2B"),
     "mamba2": published("ibm-fms/Bamba-9B"),
     "gated-delta": published("Qwen/Qwen3-Next-80B-A3B-Instruct", 32),
-    "gated-delta-fp8": published("Qwen/Qwen3-Next-80B-A3B-Instruct", weights=FP8),
+    "gated-delta-fp8": published("Qwen/Qwen3-Next-80B-A3B-Instruct", weights=FP8)._replace(factors=torch.bfloat16),
     "channel-decays": published("moonshotai/Kimi-Linear-48B-A3B-Instruct"),
     "chosen-latents": published("deepseek-ai/DeepSeek-V3.2-Exp", 8, FP8, first_k_dense_replace=1),
     # Without experts that are chosen by token: the tables of random weights would name none.

@@ -66,7 +66,12 @@ GPT_OSS = ExpertShape("gpt-oss-20b", 2880, 2880, 32, 4)
 DEEPSEEK = ExpertShape("DeepSeek-V3", 7168, 2048, 256, 8)
 DEEPSEEK_4 = ExpertShape("DeepSeek-V4-Flash", 4096, 2048, 256, 6)
 LAYER_TOKENS = {QWEN: (1, 16, 64, 256, 2048, 8192), GPT_OSS: (1, 16, 64, 256, 2048, 8192), DEEPSEEK: (1, 64, 2048)}
-STORED = ((QWEN, "fp8"), (DEEPSEEK, "fp8"), (GPT_OSS, "mxfp4"), (DEEPSEEK_4, "mxfp4"))
+# Of the second, the weights are one product, of the first two.
+FP8, FP8_OF_BF16, MXFP4 = "fp8", "fp8, factors of bf16", "mxfp4"
+STORED = (
+    *((shape, kind) for shape in (QWEN, DEEPSEEK) for kind in (FP8, FP8_OF_BF16)),
+    *((shape, MXFP4) for shape in (GPT_OSS, DEEPSEEK_4)),
+)
 STORED_TOKENS = (16, 64, 512, 2048, 8192)
 ROUTER_TOKENS = (16, 64, 512, 2048)
 ROUTER_DEPTH, ROUTER_EXPERTS = DEEPSEEK.hidden, DEEPSEEK.experts
@@ -160,7 +165,7 @@ def product(tokens: int, shape: ExpertShape) -> list[Measurement]:
 def stored_product(tokens: int, shape: ExpertShape, kind: str) -> list[Measurement]:
     """The same with weights as they are stored, bit for bit; the peer has them in bf16."""
     ids, x = drawn_ids(tokens, shape), random(tokens, shape.hidden)
-    weight = (fp8_experts if kind == "fp8" else mxfp4_experts)(shape.experts, 2 * shape.inner, shape.hidden)
+    weight = stored_experts(kind, shape.experts, 2 * shape.inner, shape.hidden)
     whole, given = dequantised(weight, x.dtype), plan_experts(ids, shape.experts)
     used, pairs = int(ids.unique().numel()), ids.numel()
     moved = used * sum(part[0].nbytes for part in weight) + 2 * (x.numel() + pairs * 2 * shape.inner)
@@ -177,7 +182,14 @@ def stored_product(tokens: int, shape: ExpertShape, kind: str) -> list[Measureme
     return [Measurement("grouped_linear", case, amount, call, error, peers=peers, ceiling=ceiling)]
 
 
-def fp8_experts(experts: int, outputs: int, depth: int) -> StoredExperts:
+def stored_experts(kind: str, experts: int, outputs: int, depth: int) -> StoredExperts:
+    if kind == MXFP4:
+        return mxfp4_experts(experts, outputs, depth)
+    weight = fp8_experts(experts, outputs, depth)
+    return weight if kind == FP8 else weight._replace(scales=weight.scales.bfloat16().float())
+
+
+def fp8_experts(experts: int, outputs: int, depth: int) -> Fp8Experts:
     codes = torch.randint(0, 255, (experts, outputs, depth), dtype=torch.uint8, device="cuda")
     codes -= (codes == 127).to(torch.uint8)  # 127 is not a number, nor is 255
     scales = torch.rand(experts, -(-outputs // 128), -(-depth // 128), device="cuda") / 1000

@@ -61,13 +61,21 @@ class PagedTokens:
 class RandomTensors:
     """A source of tensors for a decoder: matrices of N(0, 1 / columns), and ones in every vector but A_log.
 
-    Experts may be in a stored format, made there: their values have that deviation, and another distribution.
+    Experts may be in a stored format, made there: their values have that deviation, and another distribution. Factors
+    of fp8 are numbers of the dtype `factors`.
     """
 
-    def __init__(self, generator: torch.Generator, dtype: torch.dtype, experts: ExpertFormat | None = None) -> None:
+    def __init__(
+        self,
+        generator: torch.Generator,
+        dtype: torch.dtype,
+        experts: ExpertFormat | None = None,
+        factors: torch.dtype = torch.float32,
+    ) -> None:
         self._generator = generator
         self._dtype = dtype
         self._experts = experts
+        self._factors = factors
 
     def take(self, name: str, *shape: int, wide: bool = False) -> torch.Tensor:
         dtype = torch.float32 if wide else self._dtype
@@ -90,7 +98,7 @@ class RandomTensors:
         # Even bytes: those of NaN, 0x7f and 0xff, are odd.
         values = self._bytes(128, num_experts, rows, columns).mul_(2).view(torch.float8_e4m3fn)
         scales = torch.empty(num_experts, -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK), device=values.device)
-        return Fp8Experts(values, scales.fill_(columns**-0.5 / E4M3_DEVIATION))
+        return Fp8Experts(values, scales.fill_(columns**-0.5 / E4M3_DEVIATION).to(self._factors).float())
 
     def _mxfp4(self, num_experts: int, rows: int, columns: int) -> Mxfp4Experts:
         values = self._bytes(256, num_experts, rows, columns // 2)
@@ -125,10 +133,11 @@ class PagedModel:
         kv_dtype: torch.dtype | None = None,
         num_slots: int = 8,
         experts: ExpertFormat | None = None,
+        factors: torch.dtype = torch.float32,
     ) -> None:
         self.config = parse_model_spec(fields)
         self.generator = torch.Generator(device).manual_seed(0)
-        self.model = Decoder(self.config, RandomTensors(self.generator, dtype, experts), device)
+        self.model = Decoder(self.config, RandomTensors(self.generator, dtype, experts, factors), device)
         self.page_tokens = page_tokens_of(self.config)
         layouts = page_layouts(self.config, dtype, self.page_tokens, kv_dtype)
         self.state_groups = [group for group, layout in enumerate(layouts) if layout.kind is GroupKind.STATE]

@@ -20,12 +20,13 @@ from kernels.grouped_linear import cpu, hopper, reference
 from kernels.grouped_linear.cpu import PackedExperts
 from kernels.grouped_linear.plan import TILE_ROWS, ExpertPlan, empty_plan, usual_tile_rows
 from kernels.grouped_linear.stored import Fp8Experts, Mxfp4Experts, StoredExperts, check_stored, dequantised
-from kernels.grouped_linear.words import Mxfp4Words, bytes_of, check_words, words_of
+from kernels.grouped_linear.words import ExpertWords, Fp8Words, Mxfp4Words, bytes_of, check_words
 
 __all__ = [
     "TILE_ROWS",
     "ExpertPlan",
     "Fp8Experts",
+    "Fp8Words",
     "Mxfp4Experts",
     "Mxfp4Words",
     "PackedExperts",
@@ -71,7 +72,7 @@ def plan_experts(
 
 def grouped_linear(
     x: torch.Tensor,
-    weight: torch.Tensor | PackedExperts | StoredExperts | Mxfp4Words,
+    weight: torch.Tensor | PackedExperts | StoredExperts | ExpertWords,
     plan: ExpertPlan,
     bias: torch.Tensor | None = None,
     *,
@@ -99,7 +100,7 @@ def grouped_linear(
     out = x.new_empty((plan.num_pairs, num_outputs))
     if out.numel() == 0:
         return out
-    if isinstance(weight, torch.Tensor | StoredExperts | Mxfp4Words):
+    if isinstance(weight, torch.Tensor | StoredExperts | ExpertWords):
         _multiply(x, weight, bias, plan, out, backend)
     else:
         cpu.grouped_linear(x, weight, bias, plan, out)
@@ -107,21 +108,19 @@ def grouped_linear(
 
 
 def packed_experts(
-    weight: torch.Tensor | StoredExperts, backend: Backend = Backend.AUTO
-) -> torch.Tensor | PackedExperts | StoredExperts | Mxfp4Words:
-    """Returns the weight [num_experts, N, K] as `grouped_linear` takes it best: packed for fp32 on a CPU, mxfp4 in
-    words on a Hopper GPU, else itself."""
-    if isinstance(weight, Mxfp4Experts) and backend in (Backend.AUTO, Backend.GLUON) and hopper.takes_words(weight):
-        return words_of(weight)
+    weight: torch.Tensor | StoredExperts, backend: Backend = Backend.AUTO, *, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor | PackedExperts | StoredExperts | ExpertWords:
+    """Returns the weight [num_experts, N, K] as `grouped_linear` takes it best with rows of that dtype: packed for fp32
+    on a CPU, a stored one in words on a Hopper GPU where these give its bits, else itself."""
     if isinstance(weight, StoredExperts):
-        return weight
+        return hopper.packed(weight, dtype) if backend in (Backend.AUTO, Backend.GLUON) else weight
     check_tensor("weight", weight, (None, None, None), KV_DTYPES, weight.device)
     return cpu.pack(weight, backend)
 
 
 def _multiply(
     x: torch.Tensor,
-    weight: torch.Tensor | StoredExperts | Mxfp4Words,
+    weight: torch.Tensor | StoredExperts | ExpertWords,
     bias: torch.Tensor | None,
     plan: ExpertPlan,
     out: torch.Tensor,
@@ -129,12 +128,12 @@ def _multiply(
 ) -> None:
     """Fills out; checked arguments. Only the Gluon kernel reads words: others get the order of the files again."""
     chosen = choose_backend(backend, x, lambda: hopper.reason_against(x, weight))
-    if chosen is Backend.GLUON and isinstance(weight, Fp8Experts | Mxfp4Words):
+    if chosen is Backend.GLUON and isinstance(weight, Fp8Experts | ExpertWords):
         from kernels.grouped_linear.hopper.launch import launch as launch_stored
 
         launch_stored(x, weight, bias, plan, out)
         return
-    if isinstance(weight, Mxfp4Words):
+    if isinstance(weight, ExpertWords):
         weight = bytes_of(weight)
     if chosen is Backend.REFERENCE:
         reference.grouped_linear(x, weight, bias, plan, out)
@@ -147,14 +146,14 @@ def _multiply(
 
 
 def _check_weight(
-    weight: torch.Tensor | PackedExperts | StoredExperts | Mxfp4Words, plan: ExpertPlan, device: torch.device
+    weight: torch.Tensor | PackedExperts | StoredExperts | ExpertWords, plan: ExpertPlan, device: torch.device
 ) -> tuple[int, int]:
     """Returns the outputs and the depth of each expert."""
     check_tensor("plan.order", plan.order, (None,), (torch.int32,), device)
     if isinstance(weight, StoredExperts):
         check_stored(weight, plan.num_experts, device)
         return weight.shape[1:]
-    if isinstance(weight, Mxfp4Words):
+    if isinstance(weight, ExpertWords):
         check_words(weight, plan.num_experts, device)
         return weight.shape[1:]
     if isinstance(weight, tuple):

@@ -1,5 +1,6 @@
 """How the pairs of an expert layer are divided: sorted by expert, and cut into tiles of rows of one expert each."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -39,14 +40,15 @@ def max_tiles(num_pairs: int, num_experts: int, tile_rows: int) -> int:
 
 
 def usual_tile_rows(num_pairs: int, num_experts: int) -> int:
-    """Returns the smallest tile with a third more rows than an average expert has, or the largest one.
+    """Returns the smallest tile with room for an average expert's rows and twice their root more, or the largest one.
 
-    A third: choices are uneven, and an expert whose rows are two tiles has its weights multiplied in two programs. On
-    an H200 48 rows an expert (2,048 tokens of DeepSeek V4 Flash) took 2,120 us with tiles of 64 and 2,170 with 128, in
-    mxfp4 1,553 and 2,093; 64 rows (DeepSeek V3) 4,493 and 3,803; 16 rows (512 tokens of it) 4,145 with 16, 3,436 with
-    32 and 3,553 with 64.
+    Choices are uneven, with a deviation of about that root, and an expert whose rows are two tiles has its weights
+    multiplied in two programs. On an H200 48 rows an expert (2,048 tokens of DeepSeek V4 Flash) took 2,120 us with
+    tiles of 64 and 2,170 with 128, in mxfp4 1,553 and 2,093; 64 rows (DeepSeek V3) 4,493 and 3,803; 16 rows (512 tokens
+    of it) 4,145 with 16, 3,436 with 32 and 3,553 with 64.
     """
-    return next((rows for rows in TILE_ROWS if 3 * rows * num_experts >= 4 * num_pairs), TILE_ROWS[-1])
+    mean = num_pairs / num_experts
+    return next((rows for rows in TILE_ROWS if rows >= mean + 2 * math.sqrt(mean)), TILE_ROWS[-1])
 
 
 def empty_plan(expert_ids: torch.Tensor, num_experts: int, tile_rows: int) -> ExpertPlan:

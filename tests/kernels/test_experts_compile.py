@@ -110,21 +110,23 @@ def test_products_with_stored_weights(rows: int, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "rows"),
     [
-        *(("fp8", rows) if rows in (16, 128) else thorough("fp8", rows) for rows in TILE_ROWS),
-        *(("mxfp4", rows) if rows in (16, 128) else thorough("mxfp4", rows) for rows in TILE_ROWS),
+        (name, rows) if rows in (16, 128) else thorough(name, rows)
+        for name in ("fp8", "fp8 in words", "fp8 in words with rests", "mxfp4")
+        for rows in TILE_ROWS
     ],
 )
 def test_products_with_stored_weights_on_hopper(name: str, rows: int) -> None:
     """The same instruction again, from registers; codes come by TMA, and several programs fit on a multiprocessor."""
-    from kernels.grouped_linear.hopper import FP8_TILES, MXFP4_TILES
+    from kernels.grouped_linear.hopper import FP8_TILES, FP8_WORDS_TILES, MXFP4_TILES
     from kernels.grouped_linear.hopper.kernel import multiply_stored
 
-    is_mxfp4 = name == "mxfp4"
-    tile = (MXFP4_TILES if is_mxfp4 else FP8_TILES)[rows]
+    is_mxfp4, has_rests = name == "mxfp4", name == "fp8 in words with rests"
+    tile = {"fp8": FP8_TILES, "mxfp4": MXFP4_TILES}.get(name, FP8_WORDS_TILES)[rows]
     sizes = {"TILE_ROWS": rows, "BLOCK_N": tile.block_n, "STEP": tile.step, "STAGES": tile.stages}
     options = {"PAIRS_OF_ROW": 8, "HAS_BIAS": True, "IS_MXFP4": is_mxfp4}
-    values = ("i32", [tile.block_n, tile.step // 8], 32) if is_mxfp4 else ("fp8e4nv", [tile.block_n, tile.step], 8)
-    stored = {"weight_desc": descriptor(*values), "scales_ptr": "*i32" if is_mxfp4 else "*fp32"}
+    kind, columns, bits = {"fp8": ("fp8e4nv", 1, 8), "mxfp4": ("i32", 8, 32)}.get(name, ("i32", 4, 32))
+    values = descriptor(kind, [tile.block_n, tile.step // columns], bits)
+    stored = {"weight_desc": values, "scales_ptr": "*fp32" if name == "fp8" else "*i64" if has_rests else "*i32"}
     indices = dict.fromkeys(("order_ptr", "starts_ptr", "tiles_ptr", "num_tiles_ptr"), "*i32")
     rows_of = dict.fromkeys(("x_ptr", "bias_ptr", "out_ptr"), "*bf16")
     aligned = ("depth", "num_outputs", "stride_x")
@@ -134,9 +136,12 @@ def test_products_with_stored_weights_on_hopper(name: str, rows: int) -> None:
     assert set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(m\d+)n\d+(k\d+)", built.ptx)) == {("m64", "k16")}
     assert len(FROM_REGISTERS.findall(built.ptx)) == tile.step // 16 * tile.block_n // 64
     assert "cp.async.bulk.tensor" in built.ptx
-    # Words of four times 32 columns come from shared memory at once.
-    assert ("ldmatrix.sync.aligned.m8n8.x4" in built.ptx) == is_mxfp4
-    assert ("cvt.rn.f16x2.e4m3x2" in built.ptx) != is_mxfp4
+    # Words of four times 32 columns, or 16, come from shared memory at once; one product makes two weights.
+    assert ("ldmatrix.sync.aligned.m8n8.x4" in built.ptx) == (name != "fp8")
+    products = tile.block_n * tile.step // (2 * 4 * 32)
+    assert built.ptx.count("mul.rn.bf16x2") == (0 if name == "fp8" else products)
+    assert built.ptx.count("fma.rn.bf16x2") == (products if has_rests else 0)
+    assert ("cvt.rn.f16x2.e4m3x2" in built.ptx) == (name == "fp8")
     assert 2 * built.shared_bytes <= SHARED_BYTES
 
 

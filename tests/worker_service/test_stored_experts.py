@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from cli.random_model import make_random_model
 from kernels.grouped_linear import (
     Fp8Experts,
+    Fp8Words,
     Mxfp4Experts,
     Mxfp4Words,
     StoredExperts,
@@ -78,10 +79,14 @@ def test_fp8_experts_are_those_of_the_checkpoint(tmp_path: Path, model: str, dty
 
 def test_scales_of_16_bits_and_powers_of_two_become_fp32(tmp_path: Path) -> None:
     make_fp8(tmp_path, "qwen3-moe")
-    scales = {name: scale for name, scale in load_file(tmp_path / WEIGHTS).items() if name.endswith("_scale_inv")}
     for dtype in (torch.bfloat16, torch.float8_e8m0fnu):
-        change_weights(tmp_path, **{name: scale.to(dtype) for name, scale in scales.items()})
+        change_scales(tmp_path, dtype)
         check_values(tmp_path, Fp8Experts, torch.bfloat16)
+
+
+def change_scales(folder: Path, dtype: torch.dtype) -> None:
+    scales = {name: scale for name, scale in load_file(folder / WEIGHTS).items() if name.endswith("_scale_inv")}
+    change_weights(folder, **{name: scale.to(dtype) for name, scale in scales.items()})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -132,15 +137,19 @@ def logits(folder: Path, device: torch.device, *, keep: bool) -> list[torch.Tens
     return made
 
 
+@pytest.mark.parametrize("kind", ["fp8", "mxfp4"])
 def test_while_a_model_is_loaded_one_layer_has_its_experts_in_both_orders(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """On Hopper, where they are put in words: of the layers before it the order of the files is gone."""
-    make_mxfp4(tmp_path, num_hidden_layers=3)
+    if kind == "fp8":
+        make_fp8(tmp_path, "qwen3-moe", num_hidden_layers=3)
+    else:
+        make_mxfp4(tmp_path, num_hidden_layers=3)
     packed: list[tuple[weakref.ref[torch.Tensor], type]] = []
 
-    def pack(weight: StoredExperts, *given: Any) -> object:
-        made = packed_experts(weight, *given)
+    def pack(weight: StoredExperts, *given: Any, **named: Any) -> object:
+        made = packed_experts(weight, *given, **named)
         packed.append((weakref.ref(weight.values), type(made)))
         assert [at for at, (values, _) in enumerate(packed) if values() is not None] == present[len(packed) - 1]
         return made
@@ -150,8 +159,28 @@ def test_while_a_model_is_loaded_one_layer_has_its_experts_in_both_orders(
     monkeypatch.setattr(mlps, "packed_experts", pack)
     spec = read_model_spec(tmp_path)
     Decoder(spec, open_weights(tmp_path, spec, torch.bfloat16, CPU, kept_formats=FORMATS), CPU)
-    assert [made for _, made in packed] == [Mxfp4Words] * 6
+    assert [made for _, made in packed] == [Fp8Words if kind == "fp8" else Mxfp4Words] * 6
     assert all(values() is None for values, _ in packed)
+
+
+@pytest.mark.parametrize(("dtype", "kept_as"), [(torch.bfloat16, Fp8Words), (torch.float16, Fp8Experts)])
+def test_fp8_is_put_in_words_for_rows_of_bf16(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, kept_as: type
+) -> None:
+    """DeepSeek V3's layers, whose router has a bias in fp32."""
+    make_fp8(tmp_path, "deepseek-v3")
+    made: list[type] = []
+
+    def pack(*given: Any, **named: Any) -> object:
+        kept = packed_experts(*given, **named)
+        made.append(type(kept))
+        return kept
+
+    monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
+    monkeypatch.setattr(mlps, "packed_experts", pack)
+    spec = read_model_spec(tmp_path)
+    Decoder(spec, open_weights(tmp_path, spec, dtype, CPU, kept_formats=FORMATS), CPU)
+    assert made and set(made) == {kept_as}
 
 
 @pytest.mark.parametrize("device", DEVICES)

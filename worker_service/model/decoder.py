@@ -187,7 +187,7 @@ def _branches(number: int, source: TensorSource, spec: ModelSpec, rotary: Rotary
         mixer = make_mixer(number, layer.mixer, weights.mixer, spec.norm, weights.mixer_norm, rotary, backend)
     if layer.mlp is not None:
         assert weights.mlp is not None
-        mlp = make_mlp(layer.mlp, weights.mlp, backend)
+        mlp = make_mlp(layer.mlp, weights.mlp, weights.mixer_norm.dtype, backend)
     return weights, mixer, mlp
 
 

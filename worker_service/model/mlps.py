@@ -30,12 +30,15 @@ class Mlp(Protocol):
     def linears(self) -> list[Linear]: ...
 
 
-def make_mlp(spec: DenseSpec | MoeSpec, weights: DenseWeights | MoeWeights, backend: Backend) -> Mlp:
+def make_mlp(
+    spec: DenseSpec | MoeSpec, weights: DenseWeights | MoeWeights, dtype: torch.dtype, backend: Backend
+) -> Mlp:
+    """`dtype` is the model's, in which rows come."""
     if isinstance(spec, DenseSpec):
         assert isinstance(weights, DenseWeights)
         return DenseMlp(spec, weights, backend)
     assert isinstance(weights, MoeWeights)
-    return MoeMlp(spec, weights, backend)
+    return MoeMlp(spec, weights, dtype, backend)
 
 
 class DenseMlp:
@@ -61,11 +64,11 @@ class MoeMlp:
     A token's rows depend on no other token, and nothing waits for the device (ADR 16).
     """
 
-    def __init__(self, spec: MoeSpec, weights: MoeWeights, backend: Backend) -> None:
+    def __init__(self, spec: MoeSpec, weights: MoeWeights, dtype: torch.dtype, backend: Backend) -> None:
         self._spec = spec
         self._router = packed(weights.router, backend)
-        self._gate_up = packed_experts(weights.gate_up, backend)
-        self._down = packed_experts(weights.down, backend)
+        self._gate_up = packed_experts(weights.gate_up, backend, dtype=dtype)
+        self._down = packed_experts(weights.down, backend, dtype=dtype)
         self._gate_up_bias, self._down_bias = weights.gate_up_bias, weights.down_bias
         self._selection_bias = weights.selection_bias
         self._experts_of_token = weights.experts_of_token

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 
 from kernels.backend import is_hopper
-from kernels.grouped_linear.stored import Fp8Experts, Mxfp4Experts
-from kernels.grouped_linear.words import MAX_EXPONENT, Mxfp4Words
+from kernels.grouped_linear.stored import Fp8Experts, StoredExperts
+from kernels.grouped_linear.words import ExpertWords, Fp8Words, Mxfp4Words, words_of
 
 # Bytes at whose multiples a copy's rows begin.
 ALIGNED_BYTES = 16
@@ -23,30 +23,41 @@ class Tile(NamedTuple):
 
 
 FP8_TILES = {16: Tile(64, 128, 4), 32: Tile(128, 128, 3), 64: Tile(128, 128, 3), 128: Tile(128, 64, 4)}
+FP8_WORDS_TILES = FP8_TILES | {128: Tile(128, 128, 2)}
 MXFP4_TILES = {16: Tile(128, 128, 3), 32: Tile(128, 128, 3), 64: Tile(128, 128, 3), 128: Tile(128, 64, 5)}
 
 
-def tile_for(weight: Fp8Experts | Mxfp4Words, tile_rows: int) -> Tile:
+def tile_for(weight: Fp8Experts | ExpertWords, tile_rows: int) -> Tile:
     """Returns the tile for a plan of `tile_rows`: time depends on it, and no bit does."""
-    return (FP8_TILES if isinstance(weight, Fp8Experts) else MXFP4_TILES)[tile_rows]
+    if isinstance(weight, Mxfp4Words):
+        return MXFP4_TILES[tile_rows]
+    return (FP8_WORDS_TILES if isinstance(weight, Fp8Words) else FP8_TILES)[tile_rows]
 
 
-def takes_words(weight: Mxfp4Experts) -> bool:
-    """Returns whether the kernel can multiply by this weight in words; it waits for the device."""
-    return is_hopper(weight.values.device) and int(weight.scales.max()) <= MAX_EXPONENT
+def packed(weight: StoredExperts, dtype: torch.dtype) -> StoredExperts | ExpertWords:
+    """Returns the weight in words if the kernel can multiply rows of that dtype by it, else as it is."""
+    if not is_hopper(weight.values.device) or (isinstance(weight, Fp8Experts) and dtype is not torch.bfloat16):
+        return weight
+    words = words_of(weight)
+    return weight if words is None else words
 
 
 def reason_against(x: torch.Tensor, weight: object) -> str | None:
     """Returns why the kernel cannot multiply rows of x by a weight, or None."""
     if not is_hopper(x.device):
         return "needs a Hopper GPU"
-    if not isinstance(weight, Fp8Experts | Mxfp4Words):
+    if not isinstance(weight, Fp8Experts | ExpertWords):
         return "needs a weight of fp8, or of mxfp4 as packed_experts returns it"
+    if isinstance(weight, Fp8Words) and x.dtype is not torch.bfloat16:
+        return f"needs bf16 rows, got {x.dtype}"
     if x.dtype not in (torch.bfloat16, torch.float16):
         return f"needs 16-bit rows, got {x.dtype}"
     # In elements, though copies need it in bytes: of an argument the compiler knows only whether 16 divides it.
     if x.stride(0) % ALIGNED_BYTES or x.data_ptr() % ALIGNED_BYTES:
         return f"needs rows of x that are multiples of {ALIGNED_BYTES} elements apart"
+    if isinstance(weight, ExpertWords):
+        rows = weight.values[..., 0].numel()
+        return None if rows < MAX_ROWS else f"needs fewer than {MAX_ROWS} rows of words, got {rows}"
     return _reason_against_values(weight.values)
 
 

@@ -19,10 +19,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.grouped_linear.hopper.weights import (
+    BLOCK,
     FP8_BLOCK,
     MX_BLOCK,
     exponents_of_step,
     fp8_operand,
+    fp8_words_operand,
     mxfp4_operand,
     words_layout,
 )
@@ -32,14 +34,21 @@ from kernels.hopper.launches import allow_next_launch, wait_for_last_launch
 
 @gluon.jit
 def fetch(weight_desc, weights, x_rows, is_row, full, x_tiles, first_row, step, steps, depth):
-    """Begins to fill a step's stage; a step beyond the last one is an empty group of copies."""
+    """Begins to fill a step's stage; a step beyond the last one is an empty group of copies.
+
+    `first_row` is where the program's weights begin among all rows of the descriptor: words have one for each row and
+    BLOCK columns.
+    """
     STAGES: gl.constexpr = weights.shape[0]
     STEP: gl.constexpr = x_tiles.shape[2]
     WIDTH: gl.constexpr = weights.shape[2]
     stage = step % STAGES
     if step < steps:
         mbarrier.expect(full.index(stage), weight_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(weight_desc, [first_row, step * WIDTH], full.index(stage), weights.index(stage))
+        row, place = first_row, step * WIDTH
+        if weights.dtype == gl.int32:
+            row, place = first_row + step * STEP // BLOCK * BLOCK, step * STEP % BLOCK * WIDTH // STEP
+        tma.async_copy_global_to_shared(weight_desc, [row, place], full.index(stage), weights.index(stage))
         column = step * STEP + gl.arange(0, STEP, gl.SliceLayout(0, x_rows.type.layout))
         async_copy.async_copy_global_to_shared(
             x_tiles.index(stage), x_rows + step * STEP, mask=is_row & (column < depth)[None, :]
@@ -59,6 +68,8 @@ def multiply_stage(
     for part in gl.static_range(PARTS):
         if IS_MXFP4:
             operand = mxfp4_operand(weights, part, factors, dtype, WORDS, OPERAND)
+        elif weights.dtype == gl.int32:
+            operand = fp8_words_operand(weights, part * COLUMNS, factors, dtype, 4, OPERAND)
         else:
             operand = fp8_operand(weights, part * COLUMNS, factors, dtype, OPERAND)
         operands += (operand,)  # type: ignore[assignment]
@@ -96,15 +107,15 @@ def multiply_stored(
     HAS_BIAS: gl.constexpr,
     IS_MXFP4: gl.constexpr,
 ):
-    """`expert_rows` is how many rows of values lie between two experts' first ones; scales of mxfp4 are words of four
-    exponents."""
+    """`expert_rows` is how many rows of the descriptor lie between two experts' first ones; scales are words of four
+    exponents of mxfp4, the factors of fp8 in words."""
     WAVE: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE_ROWS, 16]
     )
     X: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     X_TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     WORDS: gl.constexpr = words_layout(BLOCK_N, 4)
-    WIDTH: gl.constexpr = STEP // 8 if IS_MXFP4 else STEP
+    WIDTH: gl.constexpr = weight_desc.block_type.shape[1]
     COUNT: gl.constexpr = STEP // MX_BLOCK
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     tile = gl.program_id(0) // num_blocks
@@ -123,6 +134,9 @@ def multiply_stored(
         end = gl.load(starts_ptr + expert + 1)
         first_n = gl.program_id(0) % num_blocks * BLOCK_N
         first_row = expert * expert_rows + first_n
+        if weights.dtype == gl.int32:
+            block_rows = (depth + BLOCK - 1) // BLOCK * BLOCK
+            first_row = expert * expert_rows + first_n // BLOCK * block_rows + first_n % BLOCK
         place = begin + gl.arange(0, TILE_ROWS, gl.SliceLayout(1, X))
         pair = gl.load(order_ptr + place, mask=place < num_pairs, other=0)
         is_row = (place < end)[:, None]

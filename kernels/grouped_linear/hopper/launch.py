@@ -9,19 +9,24 @@ from kernels.grouped_linear.hopper import tile_for
 from kernels.grouped_linear.hopper.kernel import multiply_stored
 from kernels.grouped_linear.plan import ExpertPlan
 from kernels.grouped_linear.stored import Fp8Experts
-from kernels.grouped_linear.words import VALUES, Mxfp4Words
+from kernels.grouped_linear.words import BLOCK, ExpertWords, Mxfp4Words
 
 
 def launch(
-    x: torch.Tensor, weight: Fp8Experts | Mxfp4Words, bias: torch.Tensor | None, plan: ExpertPlan, out: torch.Tensor
+    x: torch.Tensor, weight: Fp8Experts | ExpertWords, bias: torch.Tensor | None, plan: ExpertPlan, out: torch.Tensor
 ) -> None:
     """Fills out; arguments that `reason_against` has nothing against."""
-    values, scales = weight
+    values, scales = weight[:2]
     is_mxfp4, num_outputs, tile = isinstance(weight, Mxfp4Words), out.shape[1], tile_for(weight, plan.tile_rows)
     num_blocks = triton.cdiv(num_outputs, tile.block_n)
+    columns = tile.step
+    if not isinstance(weight, Fp8Experts):
+        # The descriptor has a row for each one of a block, whose columns are words.
+        values = values.flatten(1, 3)
+        columns = tile.step * values.shape[2] // BLOCK
     with torch.cuda.device_of(x):
         multiply_stored[(plan.tiles.shape[0] * num_blocks,)](
-            _values_descriptor(values, tile.block_n, tile.step // VALUES if is_mxfp4 else tile.step),
+            _values_descriptor(values, tile.block_n, columns),
             x,
             scales,
             x if bias is None else bias,

@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.hopper.barriers import thread_barrier
+from kernels.hopper.launches import allow_next_launch, wait_for_last_launch
 from kernels.hopper.registers import opaque, settled
 from kernels.hopper.softmax import declare_looks, first_weights, next_weights, row_sums, sums_in_two, thread_sums, weigh
 from kernels.hopper.stages import give_back
@@ -229,6 +230,8 @@ def attend_ragged(
     plan = (order_ptr, counts_ptr, cu_q_ptr, cu_k_ptr, offsets_ptr)
     results = (out_ptr, lse_ptr, acc_ptr, row_max_ptr, row_sum_ptr)
     strides = (stride_q_head, stride_nope_head, stride_rope_head, stride_v_head)
+    allow_next_launch()
+    wait_for_last_launch()
     # fmt: off
     gl.warp_specialize(
         [

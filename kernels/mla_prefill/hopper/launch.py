@@ -63,6 +63,7 @@ def launch(call: MlaPrefillCall, plan: MlaPrefillPlan | None, out: torch.Tensor,
             SUSPENDS=call.suspends,
             WANTS_LSE=lse is not None,
             num_warps=4,
+            launch_pdl=True,
             # Only what is written as fma is one: copies of the loop's arithmetic round alike.
             enable_fp_fusion=False,
         )

@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.hopper.barriers import make_barriers, thread_barrier
+from kernels.hopper.launches import allow_next_launch, wait_for_last_launch
 
 # Latents of a tile, half of them of each consumer.
 BLOCK_M = gl.constexpr(128)
@@ -108,6 +109,8 @@ def project(
     weights = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, BLOCK_K], weight_desc.layout)
     results = gl.allocate_shared_memory(DTYPE, [2, BLOCK_M // 2, BLOCK_N], out_desc.layout)
     full, empty = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
+    allow_next_launch()
+    wait_for_last_launch()
     # One expression: what passes through a variable loses its compile-time constants.
     gl.warp_specialize(
         [

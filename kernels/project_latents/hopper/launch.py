@@ -32,6 +32,7 @@ def launch(latents: torch.Tensor, kv_b: torch.Tensor, num_latents: torch.Tensor,
             BLOCK_K=BLOCK_K,
             STAGES=STAGES,
             num_warps=4,
+            launch_pdl=True,
         )
 
 
