@@ -25,7 +25,6 @@ from kernels.launches import allow_next_launch_and_wait, overlap_options
 PLAIN: tl.constexpr = tl.constexpr(0)
 FP8: tl.constexpr = tl.constexpr(1)
 MXFP4: tl.constexpr = tl.constexpr(2)
-BLOCKS: tl.constexpr = tl.constexpr(3)
 # Rows and columns of fp8 with one factor, and columns of mxfp4.
 FP8_BLOCK: tl.constexpr = tl.constexpr(128)
 MX_BLOCK: tl.constexpr = tl.constexpr(32)
@@ -144,9 +143,6 @@ def multiply_pairs(
         factors = scales + group[:, None, None] * stride_scales_row
     elif FORMAT == MXFP4:
         scales_row = scales + n_read[:, None] * stride_scales_row
-    elif FORMAT == BLOCKS:
-        weight_row = weight_ptr + expert * stride_weight_expert
-        weight_row += (n_read // BLOCK_K * BLOCK_K * depth + n_read % BLOCK_K * BLOCK_K)[:, None]
     acc = tl.zeros((BLOCK_N, TILE_ROWS), dtype=tl.float32)
     for first in range(0, depth, BLOCK_K):
         column = first + k
@@ -154,8 +150,6 @@ def multiply_pairs(
             weight = fp8_weights(weight_row, factors, first, depth, x_ptr.dtype.element_ty, BLOCK_K)
         elif FORMAT == MXFP4:
             weight = mxfp4_weights(weight_row, scales_row, first, depth, x_ptr.dtype.element_ty, BLOCK_K)
-        elif FORMAT == BLOCKS:
-            weight = tl.load(weight_row + first * BLOCK_K + k[None, :])
         else:
             weight = tl.load(weight_row + column[None, :], mask=column[None, :] < depth, other=0.0)
         x = tl.load(x_row + column[:, None], mask=(column[:, None] < depth) & is_row[None, :], other=0.0)
