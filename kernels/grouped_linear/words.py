@@ -9,14 +9,11 @@ one of its mantissa. The order of the files takes four times as many loads, and 
 
 fp8: a word has a thread's four values of 16 columns. One mask, or a rotation, a shift and two masks, takes both of a
 pair h to where bfloat16 has the four low bits of its exponent and the three high ones of its mantissa: a number 2**120
-times as small. The order of the files has four times as many loads, and a conversion to fp16 and one to fp32 of each.
+times as small, which its factor makes the weight (`factors`). The order of the files has four times as many loads, and
+a conversion to fp16 and one to fp32 of each value.
 
 Words lie in blocks of 128 rows by 128 columns: a program reads such a block, or half of its rows, a step, and memory
 gives it 5 to 8 % faster than as many pieces of rows that are far apart.
-
-A weight is value times factor in fp32, rounded to bfloat16. A factor is one number of bfloat16 here, or the sum of two,
-head and rest: then the weight is value * head + (value * rest), each of the two rounded once. That has 17 bits of the
-24 of a factor, so a rest is chosen with which each of the eight mantissas that e4m3 has gives the right weight.
 """
 
 from collections.abc import Callable
@@ -27,6 +24,7 @@ from torch.nn import functional
 
 from kernels._checks import check_dense
 from kernels.errors import KernelArgumentError
+from kernels.grouped_linear.factors import factors_of
 from kernels.grouped_linear.stored import MX_BLOCK, Fp8Experts, Mxfp4Experts, StoredExperts
 
 # In each half of a word, by 2 s + h: the bit of the sign, and the lowest bit of exponent and mantissa.
@@ -41,14 +39,6 @@ SLICE_BYTES = 2**24
 MAX_EXPONENT = 128
 # Of fp8: values of a word, and columns of the four words that threads take together.
 FP8_VALUES, FP8_GROUP = 4, 16
-# By how much what lies in a word of fp8 is too small.
-FP8_RAISED = 2.0**120
-# From here on no product by a rest is subnormal, and below this all are finite.
-SMALLEST_FACTOR, FACTOR_END = 2.0**-80, 2.0**7
-MANTISSAS = 8
-# By how many units in its last place a rest may be another number than the nearest. Of 20 million factors that are
-# spread evenly 0.6 % needed one, 0.005 % two, and none more.
-REST_UNITS = (0, 1, -1, 2, -2, 3, -3, 4, -4)
 
 
 class Mxfp4Words(NamedTuple):
@@ -97,49 +87,6 @@ def check_words(weight: ExpertWords, num_experts: int, device: torch.device) -> 
         return
     check_dense("weight.factors", weight.factors, blocks, (torch.int32, torch.int64), device)
     check_dense("weight.scales", weight.scales, blocks, (torch.float32,), device)
-
-
-def factors_of(scales: torch.Tensor) -> torch.Tensor | None:
-    """Returns the factors of Fp8Words for fp32 scales; None if one has none that gives the right weights."""
-    size = scales.abs()
-    if not ((size == 0) | (size >= SMALLEST_FACTOR) & (size < FACTOR_END)).all():
-        return None
-    whole = scales.double()
-    head = _rounded(whole)
-    rest = _right_rests(scales, head, _rounded(whole - head))
-    if rest.isnan().any():
-        return None
-    if not rest.any():
-        return _in_both_halves(head)
-    return _in_both_halves(rest).long() << 32 | _in_both_halves(head).long() & 0xFFFFFFFF
-
-
-def _right_rests(scales: torch.Tensor, head: torch.Tensor, nearest: torch.Tensor) -> torch.Tensor:
-    """Returns, in fp64, the rest near the nearest one with which each mantissa gives its weight; NaN if none does.
-
-    Subnormal numbers of e4m3 have mantissas of these too.
-    """
-    mantissas = 1 + torch.arange(MANTISSAS, device=scales.device) / MANTISSAS
-    wanted = [(mantissa * scales).bfloat16().double() for mantissa in mantissas]
-    unit = torch.ldexp((nearest != 0).double(), torch.frexp(nearest).exponent - 8)
-    chosen = torch.full_like(head, torch.nan)
-    for units in REST_UNITS:
-        rest = _rounded(nearest + units * unit)
-        right = torch.ones_like(head, dtype=torch.bool)
-        for mantissa, weight in zip(mantissas.double(), wanted, strict=True):
-            right &= _rounded(mantissa * head + _rounded(mantissa * rest)) == weight
-        chosen = torch.where(chosen.isnan() & right, rest, chosen)
-        if not chosen.isnan().any():
-            break
-    return chosen
-
-
-def _rounded(numbers: torch.Tensor) -> torch.Tensor:
-    """Returns fp64 numbers rounded to the eight bits of bfloat16's mantissas, once: torch rounds to fp32 between."""
-    bits = numbers.view(torch.int64)
-    dropped = 52 - 7
-    bits = bits + (1 << dropped - 1) - 1 + (bits >> dropped & 1)
-    return (bits & -1 << dropped).view(torch.float64)
 
 
 def words_of(weight: StoredExperts) -> ExpertWords | None:
@@ -214,13 +161,7 @@ def _rows_of(
 
 def _slices(values: torch.Tensor) -> list[torch.Tensor]:
     """Returns the values of a few experts each, SLICE_BYTES or those of one."""
-    return list(values.split(max(1, SLICE_BYTES // values[0].nbytes)))
-
-
-def _in_both_halves(numbers: torch.Tensor) -> torch.Tensor:
-    """Returns int32: of FP8_RAISED times fp64 numbers of bfloat16, its bits in both halves."""
-    bits = (numbers * FP8_RAISED).float().view(torch.int32)
-    return bits | bits >> 16 & 0xFFFF
+    return list(torch.split(values, max(1, SLICE_BYTES // values[0].nbytes)))
 
 
 def _fp8_words(values: torch.Tensor) -> torch.Tensor:

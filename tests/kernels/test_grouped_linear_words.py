@@ -13,17 +13,14 @@ import torch
 from kernels.errors import KernelArgumentError
 from kernels.grouped_linear import Fp8Experts, StoredExperts, grouped_linear, plan_experts
 from kernels.grouped_linear import words as words_module
+from kernels.grouped_linear.factors import FACTOR_END, FP8_RAISED, SMALLEST_FACTOR, factors_of
 from kernels.grouped_linear.words import (
     BLOCK,
-    FACTOR_END,
-    FP8_RAISED,
     MAX_EXPONENT,
-    SMALLEST_FACTOR,
     ExpertWords,
     Fp8Words,
     Mxfp4Words,
     bytes_of,
-    factors_of,
     words_of,
 )
 from tests.kernels.compare import assert_same_bits
@@ -95,7 +92,7 @@ def test_each_byte_of_fp8_lies_where_a_mask_or_a_rotation_makes_it_a_number() ->
             bits = numbers[h] >> (16 * i) & 0xFFFF
             assert bfloat16_of(bits) * FP8_RAISED == weight.values[0, row, column].item()
             assert bits >> 15 == codes[row][column] >> 7
-            factor = words.factors[0, row // 128, column // 128].item() & 0xFFFFFFFF
+            factor = int(words.factors[0, row // 128, column // 128]) & 0xFFFFFFFF
             assert factor >> 16 == factor & 0xFFFF
             assert bfloat16_of(factor & 0xFFFF) == weight.scales[0, row // 128, column // 128].item() * FP8_RAISED
 
