@@ -143,6 +143,7 @@ class PagedModel:
         self.state_groups = [group for group, layout in enumerate(layouts) if layout.kind is GroupKind.STATE]
         counts = [num_slots if layout.kind is GroupKind.STATE else num_pages for layout in layouts]
         self.pages = PagePools(layouts, counts, self.page_tokens, device)
+        self._groups = self.pages.specs()
         for layer in range(len(self.config.layers)):
             for pages in self.pages.planes(layer):
                 # By way of the model's type: nothing draws fp8.
@@ -192,7 +193,7 @@ class PagedModel:
             for entry in sequences
         ]
         num_decode = sum(row.num_tokens == 1 for row in rows)
-        return build_batch(rows, num_decode, self.pages.specs(), self.page_tokens)
+        return build_batch(rows, num_decode, self._groups, self.page_tokens)
 
     def weight_bytes(self) -> int:
         """What a launch reads of the weights: every projection, the head among them."""

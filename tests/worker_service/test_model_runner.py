@@ -12,7 +12,7 @@ from tests.worker_service.model_kit import CPU, VOCAB, Bench, PagedTokens, Part,
 from worker_service.core.errors import ModelError
 from worker_service.model.device import pick_device, pick_dtype
 from worker_service.model.runner import Runner, RunningLaunch
-from worker_service.model.staging import Download, HostArray, Upload
+from worker_service.model.staging import Download, FixedUpload, HostArray, Upload, put
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +51,25 @@ def test_upload_keeps_every_array_apart() -> None:
         assert [tensor.tolist() for tensor in tensors] == [list(values) for values in arrays]
     assert [tensor.dtype for tensor in tensors[1:4]] == [torch.int64, torch.int64, torch.float32]
     assert Download(CPU).start(tensors[0]).wait().tolist() == [1, -2, 3]
+
+
+def test_fixed_arrays_stay_where_they_are_and_forget_the_launch_before() -> None:
+    padding: list[HostArray] = [array("i", [0, 0, 0]), array("q", [-1] * 4), array("f", [1.0])]
+    upload = FixedUpload(CPU, padding, 64)
+    assert [tensor.tolist() for tensor in upload.tensors] == [[0, 0, 0], [-1] * 4, [1.0]]
+    ids, slots, scales = upload.begin()
+    put(array("i", [5, 6, 7]), ids)
+    put(array("q", [2**40]), slots, 2)
+    put(array("f", [0.5]), scales)
+    (behind,) = upload.send([array("i", range(16))])
+    assert behind.tolist() == list(range(16))
+    assert [tensor.tolist() for tensor in upload.tensors] == [[5, 6, 7], [-1, -1, 2**40, -1], [0.5]]
+    ids, slots, _ = upload.begin()
+    put(array("i", [8]), ids, 1)
+    with pytest.raises(ValueError):
+        put(array("q", [1, 2]), slots, 3)
+    assert upload.send([]) == []
+    assert [tensor.tolist() for tensor in upload.tensors] == [[0, 8, 0], [-1] * 4, [1.0]]
 
 
 def test_a_chunk_that_is_not_the_last_fills_its_pages_and_samples_nothing(bench: Bench) -> None:

@@ -14,25 +14,24 @@ from __future__ import annotations
 import logging
 import time
 from array import array
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
 from kernels.graph_capture import graph_capture
 from kernels.sample_tokens import SamplingTensors
-from worker_service.core.batch import Batch, SampledRow
+from worker_service.core.batch import Batch
 from worker_service.model.last_tokens import LastTokens
 from worker_service.model.launch_buckets import PROMPT_SAMPLES, Bucket, GraphLimits, buckets
 from worker_service.model.launch_inputs import LaunchInputs, PromptLens
 from worker_service.model.sampling_arrays import NUM_ARRAYS, sampling_arrays
-from worker_service.model.staging import HostArray, Upload, packed_bytes, padded
-from worker_service.model.state_inputs import RowPlaces, padding_arrays, state_arrays, state_inputs
+from worker_service.model.staging import FixedUpload, HostArray, packed_bytes, put
+from worker_service.model.state_inputs import RowPlaces, padding_arrays, put_states, put_sums, state_inputs
 
 PADDING_SLOT = -1
-# The place of this array in the upload.
-_FROM_PREVIOUS = 0
 
 _log = logging.getLogger("worker_service")
 
@@ -60,6 +59,27 @@ class Captured(NamedTuple):
     output: GraphOutput
 
 
+Values = TypeVar("Values")
+
+
+class _FixedArrays(NamedTuple, Generic[Values]):
+    """What the host knows of a launch, in the order of the upload: on the host, or as the tensors that graphs read.
+
+    Sums are of prompts alone, from 0 on.
+    """
+
+    from_previous: Values
+    token_ids: Values
+    positions: Values
+    lengths: Values
+    logits_rows: Values
+    cu_seqlens_q: Values
+    cu_seqlens_k: Values
+    sampling: Sequence[Values]
+    slots: Sequence[Values]
+    states: Sequence[Values]
+
+
 class LaunchGraphs:
     """Captures `forward` once per bucket; `replay` fills the static buffers and runs the smallest graph that fits."""
 
@@ -68,20 +88,16 @@ class LaunchGraphs:
         self._last = last
         self._limits = limits
         self._buckets = buckets(limits)
-        self._num_rows = max(*(bucket.num_rows for bucket in self._buckets), limits.least_rows)
+        self._bucket_rows = [bucket.num_rows for bucket in self._buckets]
+        self._num_rows = max(*self._bucket_rows, limits.least_rows)
         width = -(-limits.max_model_len // limits.page_tokens)
         # Of decode rows and of as many prompts behind them.
         self._tables = [
             torch.zeros((2 * limits.max_num_seqs, width), dtype=torch.int32, device=device)
             for _ in range(limits.num_groups)
         ]
-        nothing = [
-            *self._fixed(_no_rows(limits.num_groups), 0, 0),
-            *padding_arrays(sum(limits.has_states), self._places(0, 0)),
-        ]
-        sizes = [len(values) * values.itemsize for values in nothing] + [table.nbytes for table in self._tables]
-        self._upload = Upload(device, packed_bytes(sizes))
-        self._inputs = self._upload.send(nothing)
+        self._upload = FixedUpload(device, self._padding(), packed_bytes([table.nbytes for table in self._tables]))
+        self._inputs = self._named(self._upload.tensors)
         self._captured: dict[Bucket, Captured] = {}
 
     def capture(self) -> None:
@@ -106,8 +122,7 @@ class LaunchGraphs:
 
     def _run(self, bucket: Bucket) -> GraphOutput:
         inputs, logits_rows, sampled = self._launch_inputs(bucket)
-        from_previous = self._inputs[_FROM_PREVIOUS]
-        self._last.fill_in(inputs.token_ids, from_previous[: inputs.token_ids.shape[0]])
+        self._last.fill_in(inputs.token_ids, self._inputs.from_previous[: inputs.token_ids.shape[0]])
         return self._forward(inputs, logits_rows, sampled)
 
     def bucket_for(self, batch: Batch) -> Bucket | None:
@@ -117,7 +132,8 @@ class LaunchGraphs:
         if not batch.num_seqs or (num_decode and batch.has_decode_leaves):
             return None
         size = self._limits.size_of(batch, num_decode)
-        return next((bucket for bucket in self._buckets if bucket.holds(size)), None)
+        first = bisect_left(self._bucket_rows, batch.num_tokens)
+        return next((bucket for bucket in self._buckets[first:] if bucket.holds(size)), None)
 
     def replay(self, bucket: Bucket, batch: Batch) -> GraphOutput:
         """One copy to the device, one or two per group's tables there, one graph; results live until the next call."""
@@ -129,12 +145,30 @@ class LaunchGraphs:
 
     def _fill(self, bucket: Bucket, batch: Batch) -> None:
         num_decode = self._num_decode(batch)
-        fixed = self._fixed(_rows_of(batch, num_decode), num_decode, bucket.num_decode)
-        fixed += state_arrays(batch, self._places(num_decode, bucket.num_decode))
-        # The graphs have the tensors of what is fixed.
-        sent_tables = self._upload.send([*fixed, *batch.block_tables], slice(len(fixed), None))
-        for table, width, sent in zip(self._tables, batch.table_widths, sent_tables, strict=True):
-            _place(table[:, :width], sent.view(batch.num_seqs, width), num_decode, bucket.num_decode)
+        places = RowPlaces(num_decode, bucket.num_decode)
+        lengths, cu_q, cu_k = split_lengths(batch, num_decode)
+        fixed = self._named(self._upload.begin())
+        put(batch.from_previous, fixed.from_previous)
+        places.put(batch.token_ids, fixed.token_ids)
+        places.put(batch.positions, fixed.positions)
+        put(lengths, fixed.lengths)
+        put(places.of(batch.logits_rows), fixed.logits_rows)
+        put_sums(cu_q, fixed.cu_seqlens_q)
+        put_sums(cu_k, fixed.cu_seqlens_k)
+        for values, target in zip(sampling_arrays(batch.sampled), fixed.sampling, strict=True):
+            put(values, target)
+        for slots, target in zip(batch.slot_mapping, fixed.slots, strict=True):
+            places.put(slots, target)
+        put_states(batch, places, fixed.states)
+        self._send_tables(batch, places)
+
+    def _send_tables(self, batch: Batch, places: RowPlaces) -> None:
+        """Sends what was filled, and block tables behind it, which the device puts where the graphs read them."""
+        # Groups of states have none.
+        groups = [group for group, width in enumerate(batch.table_widths) if width]
+        sent_tables = self._upload.send([batch.block_tables[group] for group in groups])
+        for group, sent in zip(groups, sent_tables, strict=True):
+            _place(self._tables[group], sent.view(batch.num_seqs, -1), places)
 
     def graph(self, bucket: Bucket) -> torch.cuda.CUDAGraph:
         return self._captured[bucket].graph
@@ -142,49 +176,52 @@ class LaunchGraphs:
     def _num_decode(self, batch: Batch) -> int:
         return 0 if self._limits.one_phase else batch.num_decode_seqs
 
-    def _fixed(self, rows: _Rows, num_decode: int, decode_rows: int) -> list[HostArray]:
-        """Arrays of the same sizes for every launch, so that the upload puts each where the graphs read it.
+    def _padding(self) -> list[HostArray]:
+        """Returns the fixed arrays of a launch without rows: sampling is greedy, sequences have no keys."""
+        limits, size, seqs = self._limits, self._num_rows, self._limits.max_num_seqs
+        num_sampled, num_leaves = seqs + PROMPT_SAMPLES, limits.num_leaves(seqs, limits.max_tokens, seqs)
 
-        Prompts begin behind `decode_rows` rows, of which the launch fills the first num_decode.
-        """
-        size, seqs = self._num_rows, self._limits.max_num_seqs
-        cu_q, cu_k = (padded(sums, seqs + 1, sums[-1]) for sums in (rows.cu_seqlens_q, rows.cu_seqlens_k))
-        shift = decode_rows - num_decode
-        size_sampled = seqs + PROMPT_SAMPLES
-        logits_rows = array("i", (row if row < num_decode else row + shift for row in rows.logits_rows))
-
-        def laid_out(values: array[int], value: int) -> array[int]:
-            return padded(padded(values[:num_decode], decode_rows, value) + values[num_decode:], size, value)
+        def zeros(count: int) -> array[int]:
+            return array("i", (0,)) * count
 
         return [
-            padded(rows.from_previous, seqs, -1),
-            laid_out(rows.token_ids, 0),
-            laid_out(rows.positions, 0),
-            padded(rows.lengths, seqs, 0),
-            padded(logits_rows, size_sampled, 0),
-            cu_q,
-            cu_k,
-            *sampling_arrays(rows.sampled, size_sampled),
-            *(laid_out(slots, PADDING_SLOT) for slots in rows.slots),
+            array("i", (-1,)) * seqs,
+            zeros(size),
+            zeros(size),
+            zeros(seqs),
+            zeros(num_sampled),
+            zeros(seqs + 1),
+            zeros(seqs + 1),
+            *sampling_arrays((), num_sampled),
+            *[array("q", (PADDING_SLOT,)) * size] * limits.num_groups,
+            *padding_arrays(sum(limits.has_states), 2 * seqs, num_leaves),
         ]
+
+    def _named(self, arrays: Sequence[Values]) -> _FixedArrays[Values]:
+        """Returns the arrays of the upload by their names."""
+        from_previous, token_ids, positions, lengths, logits_rows, cu_q, cu_k, *rest = arrays
+        sampling, slots = rest[:NUM_ARRAYS], rest[NUM_ARRAYS : NUM_ARRAYS + self._limits.num_groups]
+        states = rest[NUM_ARRAYS + self._limits.num_groups :]
+        return _FixedArrays(
+            from_previous, token_ids, positions, lengths, logits_rows, cu_q, cu_k, sampling, slots, states
+        )
 
     def _launch_inputs(self, bucket: Bucket) -> tuple[LaunchInputs, torch.Tensor | None, SampledInputs]:
         rows = max(bucket.num_rows, self._limits.least_rows)
-        _, token_ids, positions, lengths, logits_rows, cu_q, cu_k, *rest = self._inputs
-        params, slots = rest[:NUM_ARRAYS], rest[NUM_ARRAYS : NUM_ARRAYS + self._limits.num_groups]
-        states = state_inputs(self._limits.has_states, rest[NUM_ARRAYS + self._limits.num_groups :])
+        fixed = self._inputs
+        states = state_inputs(self._limits.has_states, fixed.states)
         num_sampled = bucket.num_logits or bucket.num_rows
         sampled = SampledInputs(
-            SamplingTensors(*(values[:num_sampled] for values in params)), logits_rows[:num_sampled]
+            SamplingTensors(*(values[:num_sampled] for values in fixed.sampling)), fixed.logits_rows[:num_sampled]
         )
         inputs = LaunchInputs(
-            token_ids=token_ids[:rows],
-            positions=positions[:rows],
-            slot_mapping=[values[:rows] for values in slots],
+            token_ids=fixed.token_ids[:rows],
+            positions=fixed.positions[:rows],
+            slot_mapping=[values[:rows] for values in fixed.slots],
             block_tables=[table[: bucket.num_decode + bucket.num_prompts] for table in self._tables],
-            decode_seqlens_k=lengths[: bucket.num_decode],
-            prefill_cu_q=cu_q[: bucket.num_prompts + 1],
-            prefill_cu_k=cu_k[: bucket.num_prompts + 1],
+            decode_seqlens_k=fixed.lengths[: bucket.num_decode],
+            prefill_cu_q=fixed.cu_seqlens_q[: bucket.num_prompts + 1],
+            prefill_cu_k=fixed.cu_seqlens_k[: bucket.num_prompts + 1],
             num_decode=bucket.num_decode,
             max_seqlen_q=bucket.prompt_tokens,
             max_seqlen_k=self._limits.max_model_len,
@@ -195,54 +232,16 @@ class LaunchGraphs:
                 self._limits.num_leaves(bucket.num_decode, bucket.prompt_tokens, bucket.num_prompts),
             ),
         )
-        return inputs, logits_rows[: bucket.num_logits] if bucket.num_logits else None, sampled
-
-    def _places(self, num_decode: int, decode_rows: int) -> RowPlaces:
-        limits = self._limits
-        num_leaves = limits.num_leaves(limits.max_num_seqs, limits.max_tokens, limits.max_num_seqs)
-        return RowPlaces(num_decode, decode_rows, 2 * limits.max_num_seqs, num_leaves)
+        return inputs, fixed.logits_rows[: bucket.num_logits] if bucket.num_logits else None, sampled
 
 
-class _Rows(NamedTuple):
-    """What the host knows of a launch, in the order of the upload. Sums are of prompts alone, from 0 on."""
-
-    from_previous: array[int]
-    token_ids: array[int]
-    positions: array[int]
-    lengths: array[int]
-    logits_rows: array[int]
-    cu_seqlens_q: array[int]
-    cu_seqlens_k: array[int]
-    sampled: tuple[SampledRow, ...]
-    slots: tuple[array[int], ...]
-
-
-def _no_rows(num_groups: int) -> _Rows:
-    none, sums = array("i"), array("i", (0,))
-    return _Rows(none, none, none, none, none, sums, sums, (), (array("q"),) * num_groups)
-
-
-def _rows_of(batch: Batch, num_decode: int) -> _Rows:
-    lengths, cu_q, cu_k = split_lengths(batch, num_decode)
-    return _Rows(
-        batch.from_previous,
-        batch.token_ids,
-        batch.positions,
-        lengths,
-        batch.logits_rows,
-        cu_q,
-        cu_k,
-        batch.sampled,
-        batch.slot_mapping,
-    )
-
-
-def _place(table: torch.Tensor, sent: torch.Tensor, num_decode: int, decode_rows: int) -> None:
+def _place(table: torch.Tensor, sent: torch.Tensor, places: RowPlaces) -> None:
     """Rows of decoding sequences to the front, those of prompts behind the bucket's decode rows."""
+    num_decode, (num_rows, width) = places.num_decode, sent.shape
     if num_decode:
-        table[:num_decode].copy_(sent[:num_decode])
-    if num_decode < sent.shape[0]:
-        table[decode_rows : decode_rows + sent.shape[0] - num_decode].copy_(sent[num_decode:])
+        table[:num_decode, :width].copy_(sent[:num_decode])
+    if num_decode < num_rows:
+        table[places.decode_rows : num_rows + places.shift, :width].copy_(sent[num_decode:])
 
 
 def prompt_lens(batch: Batch, num_decode: int) -> PromptLens:

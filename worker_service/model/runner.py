@@ -42,7 +42,7 @@ from worker_service.model.results import LaunchResult, joined, unjoined
 from worker_service.model.sampling_arrays import most_logprobs, sampling_arrays
 from worker_service.model.sparse_attention import SparsePlans
 from worker_service.model.staging import Download, Downloaded, Upload, padded
-from worker_service.model.state_inputs import RowPlaces, state_arrays, state_inputs
+from worker_service.model.state_inputs import state_arrays, state_inputs
 
 __all__ = ["LaunchResult", "Runner", "RunnerLimits", "RunningLaunch"]
 
@@ -202,7 +202,7 @@ class Runner:
         rows = batch.num_tokens + self._gemm.num_padding(batch.num_tokens)
         logits_rows = len(batch.logits_rows) + self._gemm.num_padding(len(batch.logits_rows))
         slots = [padded(values, rows, PADDING_SLOT) if values else values for values in batch.slot_mapping]
-        states = state_arrays(batch, RowPlaces())
+        states = state_arrays(batch)
         tensors = iter(
             self._upload.send(
                 [

@@ -10,12 +10,11 @@ import torch
 
 from kernels.state_slots import StateSlots
 from worker_service.core.batch import Batch
-from worker_service.core.state_rows import NO_SLOT, StateRows
-from worker_service.model.staging import HostArray, padded
+from worker_service.core.state_rows import NO_SLOT
+from worker_service.model.staging import HostArray, HostView, padded, put
 
 # Of StateSlots, those with an entry for each row; the others have one for each snapshot.
 ROW_FIELDS = ("working", "restore", "fresh", "rolling")
-NO_ROWS = StateRows(*(array("i") for _ in StateSlots._fields))
 
 
 class StateInputs(NamedTuple):
@@ -36,45 +35,65 @@ class StateInputs(NamedTuple):
 
 
 class RowPlaces(NamedTuple):
-    """Where rows lie in arrays: the first `num_decode` at the front, the others behind `decode_rows` places.
+    """Where rows lie in fixed arrays: the first `num_decode` at the front, the others behind `decode_rows` places."""
 
-    The sizes are those of fixed arrays; 0: as many as there are.
-    """
-
-    num_decode: int = 0
-    decode_rows: int = 0
-    num_rows: int = 0
-    num_leaves: int = 0
+    num_decode: int
+    decode_rows: int
 
     @property
     def shift(self) -> int:
         return self.decode_rows - self.num_decode
 
-    def spread(self, values: array[int]) -> array[int]:
-        """Returns an entry for each place; those between and behind the rows name no slot."""
-        padding = array("i", (NO_SLOT,)) * self.shift
-        return padded(values[: self.num_decode] + padding + values[self.num_decode :], self.num_rows, NO_SLOT)
+    def put(self, values: array[int], target: HostView) -> None:
+        """Writes the rows' values to their places; those between and behind them stay as they are."""
+        put(values[: self.num_decode], target)
+        put(values[self.num_decode :], target, self.decode_rows)
 
     def sums(self, cu_seqlens_q: array[int]) -> array[int]:
-        """Returns the running sums of all places: one token in each of the front, none behind the rows."""
+        """Returns the running sums of the places up to the last row: one token in each of the front."""
         between = range(self.num_decode, self.decode_rows)
         behind = (end + self.shift for end in cu_seqlens_q[self.num_decode :])
-        sums = cu_seqlens_q[: self.num_decode] + array("i", [*between, *behind])
-        return padded(sums, self.num_rows + 1, sums[-1])
+        return cu_seqlens_q[: self.num_decode] + array("i", [*between, *behind])
 
-    def place(self, row: int) -> int:
-        return row if row < self.num_decode else row + self.shift
+    def of(self, rows: array[int]) -> array[int]:
+        """Returns the place of each of these rows."""
+        return array("i", [row if row < self.num_decode else row + self.shift for row in rows])
 
 
-def state_arrays(batch: Batch, places: RowPlaces) -> list[HostArray]:
+def state_arrays(batch: Batch) -> list[HostArray]:
     """Returns what `state_inputs` makes its tensors of; nothing for a model without states."""
     present = [rows for rows in batch.states if rows is not None]
-    return _arrays(present, batch.cu_seqlens_q, places) if present else []
+    if not present:
+        return []
+    return [batch.cu_seqlens_q, *(getattr(rows, name) for rows in present for name in StateSlots._fields)]
 
 
-def padding_arrays(num_groups: int, places: RowPlaces) -> list[HostArray]:
-    """Returns arrays of the same sizes that name no slot, for that many STATE groups."""
-    return _arrays([NO_ROWS] * num_groups, array("i", (0,)), places) if num_groups else []
+def padding_arrays(num_groups: int, num_rows: int, num_leaves: int) -> list[HostArray]:
+    """Returns arrays of fixed sizes that name no slot, for that many STATE groups; of none nothing."""
+    if not num_groups:
+        return []
+    sizes = [num_rows if name in ROW_FIELDS else num_leaves for name in StateSlots._fields]
+    return [array("i", (0,)) * (num_rows + 1), *(array("i", (NO_SLOT,)) * size for size in sizes * num_groups)]
+
+
+def put_states(batch: Batch, places: RowPlaces, targets: Sequence[HostView]) -> None:
+    """Writes the launch's states into what `padding_arrays` became."""
+    if not targets:
+        return
+    put_sums(places.sums(batch.cu_seqlens_q), targets[0])
+    left = iter(targets[1:])
+    for rows in batch.states:
+        if rows is None:
+            continue
+        for name in ROW_FIELDS:
+            places.put(getattr(rows, name), next(left))
+        for leave in (places.of(rows.leave_row), rows.leave_tokens, rows.leave_slot):
+            put(leave, next(left))
+
+
+def put_sums(sums: array[int], target: HostView) -> None:
+    """Writes running sums, behind which there is nothing more."""
+    put(padded(sums, len(target), sums[-1]), target)
 
 
 def state_inputs(has_states: Sequence[bool], tensors: Sequence[torch.Tensor]) -> StateInputs | None:
@@ -86,15 +105,6 @@ def state_inputs(has_states: Sequence[bool], tensors: Sequence[torch.Tensor]) ->
     return StateInputs(
         sums, tuple(StateSlots(*(next(left) for _ in StateSlots._fields)) if has else None for has in has_states)
     )
-
-
-def _arrays(groups: Sequence[StateRows], cu_seqlens_q: array[int], places: RowPlaces) -> list[HostArray]:
-    arrays: list[HostArray] = [places.sums(cu_seqlens_q)]
-    for rows in groups:
-        arrays += [places.spread(getattr(rows, name)) for name in ROW_FIELDS]
-        leave_row = array("i", map(places.place, rows.leave_row))
-        arrays += [padded(leave, places.num_leaves, 0) for leave in (leave_row, rows.leave_tokens, rows.leave_slot)]
-    return arrays
 
 
 def _part(slots: StateSlots, num_rows: int, num_leaves: int) -> StateSlots:
