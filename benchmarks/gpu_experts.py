@@ -66,7 +66,7 @@ GPT_OSS = ExpertShape("gpt-oss-20b", 2880, 2880, 32, 4)
 DEEPSEEK = ExpertShape("DeepSeek-V3", 7168, 2048, 256, 8)
 DEEPSEEK_4 = ExpertShape("DeepSeek-V4-Flash", 4096, 2048, 256, 6)
 LAYER_TOKENS = {QWEN: (1, 16, 64, 256, 2048, 8192), GPT_OSS: (1, 16, 64, 256, 2048, 8192), DEEPSEEK: (1, 64, 2048)}
-# Of the second, the weights are one product, of the first two.
+# Weights of fp8 with factors of bf16 take one product each, with factors of fp32 two.
 FP8, FP8_OF_BF16, MXFP4 = "fp8", "fp8, factors of bf16", "mxfp4"
 STORED = (
     *((shape, kind) for shape in (QWEN, DEEPSEEK) for kind in (FP8, FP8_OF_BF16)),

@@ -7,11 +7,10 @@ built on the host, and lengths may differ in any way.
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.addressing import search_levels
 from kernels.addressing.triton import sequence_of
-from kernels.backend import is_hopper
+from kernels.launches import allow_next_launch_and_wait, overlap_options
 
 # A row of 576 is 1152 bytes: two need so few registers of a lane that a multiprocessor holds all programs that it may.
 ROWS = 2
@@ -41,9 +40,7 @@ def gather_rows(
     HAS_FIRST: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
+    allow_next_launch_and_wait(OVERLAPS)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = row < tl.load(cu_k_ptr + num_seqs)
     seq, begin = sequence_of(row, cu_k_ptr, num_seqs, LEVELS)
@@ -85,7 +82,7 @@ def launch(
 ) -> None:
     """Fills out's rows up to cu_seqlens_k's end; checked, non-empty arguments."""
     num_seqs, width = block_tables.shape[0], pages.shape[2]
-    main, overlaps = 1 << (width.bit_length() - 1), is_hopper(pages.device)
+    main = 1 << (width.bit_length() - 1)
     with torch.cuda.device_of(pages):
         gather_rows[(triton.cdiv(out.shape[0], ROWS),)](
             pages,
@@ -107,7 +104,6 @@ def launch(
             LEVELS=search_levels(num_seqs),
             HAS_NEW=new_latents is not None,
             HAS_FIRST=first_positions is not None,
-            OVERLAPS=overlaps,
             num_warps=1,
-            launch_pdl=overlaps,
+            **overlap_options(pages.device),
         )

@@ -9,9 +9,8 @@ Addresses are 64-bit because a pool may pass 2^31 elements.
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.backend import is_hopper
+from kernels.launches import allow_next_launch_and_wait, overlap_options
 from kernels.rotate_append_latent.call import RotateAppendLatentCall
 from kernels.rotation.triton import load_part, normalise_part, squares, store_part, turned
 
@@ -71,9 +70,7 @@ def rotate_latents(
     BLOCK_HALF: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
+    allow_next_launch_and_wait(OVERLAPS)
     Q_BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H if TURNS else 0
     # A token's blocks are neighbours in launch order: its row is read in one run.
     block = tl.program_id(0) % (Q_BLOCKS + 1)
@@ -102,7 +99,7 @@ def launch(call: RotateAppendLatentCall) -> None:
     """Turns q in place and fills the slots; checked, non-empty arguments."""
     tokens, heads, dim = call.q.shape
     block_h = min(BLOCK_H, triton.next_power_of_2(heads))
-    half, turns, overlaps = call.rope // 2, call.cos_sin is not None, is_hopper(call.q.device)
+    half, turns = call.rope // 2, call.cos_sin is not None
     with torch.cuda.device_of(call.pages):
         rotate_latents[(tokens * (turns * triton.cdiv(heads, block_h) + 1),)](
             call.q,
@@ -125,10 +122,9 @@ def launch(call: RotateAppendLatentCall) -> None:
             BLOCK_H=block_h,
             BLOCK_LATENT=triton.next_power_of_2(call.latent),
             BLOCK_HALF=triton.next_power_of_2(half),
-            OVERLAPS=overlaps,
             # A product that is fused with a sum is rounded once less than torch's two operations.
             enable_fp_fusion=False,
             # One: q is read and written in place, so no other warp may hold a copy of what this one has turned.
             num_warps=1,
-            launch_pdl=overlaps,
+            **overlap_options(call.q.device),
         )

@@ -111,7 +111,7 @@ class TestOnHopper:
         ids[::3, 1] = 3
         wide = torch.full((40, 352), float("nan"), dtype=torch.bfloat16, device="cuda")
         wide[:, 16:336] = x.cuda()
-        parts = type(weight)(within(weight.values, "cuda"), moved(weight, "cuda").scales)
+        parts = type(weight)(within(weight.values, "cuda"), within(weight.scales, "cuda"))
         plan = plan_experts(ids.cuda(), 3)
         got = grouped_linear(wide[:, 16:336], packed_experts(parts), plan, backend=Backend.GLUON)
         is_pair = (ids < 3).flatten()
@@ -294,9 +294,10 @@ def test_which_fp8_is_put_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
         assert isinstance(packed, Fp8Words)
         assert packed.values.equal(made(weight).values) and packed.factors.equal(made(weight).factors)
     assert all(packed_experts(weight) is weight for weight in AS_IN_FILES)
-    for dtype in (torch.float16, torch.float32):
-        assert packed_experts(FP8, dtype=dtype) is FP8
-        assert isinstance(packed_experts(MXFP4, dtype=dtype), Mxfp4Words)
+    assert packed_experts(FP8, dtype=torch.float16) is FP8
+    assert isinstance(packed_experts(MXFP4, dtype=torch.float16), Mxfp4Words)
+    for weight in (FP8, MXFP4):
+        assert packed_experts(weight, dtype=torch.float32) is weight
     for backend in (Backend.TRITON, Backend.REFERENCE):
         assert packed_experts(FP8, backend) is FP8
 

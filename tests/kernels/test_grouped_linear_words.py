@@ -23,6 +23,7 @@ from kernels.grouped_linear.words import (
     bytes_of,
     words_of,
 )
+from tests.examples import thorough
 from tests.kernels.compare import assert_same_bits
 from tests.kernels.conftest import INTERPRETING
 from tests.kernels.test_grouped_linear_stored import chosen, fp8_experts, mxfp4_experts, seeded, within
@@ -145,6 +146,19 @@ def test_the_nearest_rest_would_make_other_weights() -> None:
     assert weights_by(*parts_of(factors)).equal(wanted)
 
 
+@pytest.mark.parametrize(
+    "first", [thorough(first) if first else first for first in range(0, 1 << 23, 1 << 19)], ids=hex
+)
+def test_each_mantissa_of_a_factor_has_a_right_rest(first: int) -> None:
+    scales = (torch.arange(first, first + (1 << 19), dtype=torch.int32) | 127 << 23).view(torch.float32)
+    factors = factors_of(scales)
+    assert factors is not None
+    mantissas = 1 + torch.arange(8) / 8
+    head, rest = parts_of(factors)
+    wanted = (mantissas * scales[:, None]).bfloat16().double()
+    assert in_8_bits(mantissas * head[:, None] + in_8_bits(mantissas * rest[:, None])).equal(wanted)
+
+
 @pytest.mark.parametrize("factor", [2.0**-81, FACTOR_END, 2.0**-149, float("inf"), float("nan")])
 def test_factors_that_words_do_not_take(factor: float) -> None:
     for signed in (factor, -factor):
@@ -171,11 +185,19 @@ def test_no_byte_of_fp8_is_lost() -> None:
     codes = CODES[torch.arange(3 * 130 * 144) % len(CODES)].view(3, 130, 144)
     scales = fp8_of_bf16(3, 130, 144).scales
     scales[1, 1, 1], scales[2, 0, 0] = -0.0, -SMALLEST_FACTOR
-    words = words_of(Fp8Experts(within(codes.view(torch.float8_e4m3fn), "cpu"), within(scales, "cpu")))
+    weight = Fp8Experts(within(codes.view(torch.float8_e4m3fn), "cpu"), within(scales, "cpu"))
+    words = words_of(weight)
     assert words is not None
     back = bytes_of(words)
     assert bytes_in(back).equal(codes)
     assert back.scales.view(torch.int32).equal(scales.view(torch.int32))
+    x, plan = torch.randn(5, 144, generator=seeded(3)).bfloat16(), plan_experts(chosen(5, 2, 3), 3)
+    assert_same_bits(grouped_linear(x, words, plan), grouped_linear(x, weight, plan))
+
+
+@pytest.mark.parametrize("sizes", [(0, 24, 96), (3, 0, 96), (3, 24, 0)])
+def test_no_words_stand_for_nothing(sizes: tuple[int, int, int]) -> None:
+    assert words_of(fp8_experts(*sizes)) is None and words_of(mxfp4_experts(*sizes)) is None
 
 
 def test_what_lies_beyond_the_last_row_or_column_is_zeros() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.examples import thorough, usual
 from tests.kernels.conftest import INTERPRETING
-from tests.kernels.gluon_compile import compile_gluon, descriptor
+from tests.kernels.gluon_compile import check_waits, compile_gluon, descriptor
 from tests.kernels.test_compiles import compile_for_hopper
 
 triton = pytest.importorskip("triton")
@@ -96,6 +96,7 @@ def test_prefill(resumes: bool, suspends: bool) -> None:
     # As it is launched.
     types = kinds(attend_ragged.arg_names, boxes)
     got = compile_gluon(attend_ragged, constants, types, enable_fp_fusion=False)
+    check_waits(got, partitions=True)
     assert "wgmma.mma_async" in got.ptx and not got.serialised
     assert got.shared_bytes <= SHARED_BYTES
     assert not got.spills
@@ -288,5 +289,6 @@ def test_project_latents() -> None:
     }
     constants = {"DEPTH": 512, "BLOCK_N": BLOCK_N, "BLOCK_K": BLOCK_K, "STAGES": STAGES}
     built = compile_gluon(project, constants, kinds)
+    check_waits(built, partitions=True)
     assert "wgmma.mma_async" in built.ptx and "cp.async.bulk.tensor" in built.ptx and not built.serialised
     assert not built.spills and built.shared_bytes <= SHARED_BYTES

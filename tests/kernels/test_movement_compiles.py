@@ -71,12 +71,15 @@ def test_rotate_append_latent() -> None:
 
     for heads, nope in ((128, 128), (20, 192)):
         row = {"HEADS": heads, "NOPE": nope, "LATENT": 512, "HALF": 32, "PAGE": 64, "TURNS": True}
+        row["OVERLAPS"] = True
         blocks = {"BLOCK_H": 16, "BLOCK_LATENT": 512, "BLOCK_HALF": 32}
         built = compile_for_hopper(rotate_latents, row | blocks, 1, kind, enable_fp_fusion=False)
         assert not built.spills and built.shared_bytes == 0
+        check_waits(built)
         # Both halves of 16 heads and the latent in words of 16 bytes; one rotary key is 2 elements for each lane.
         assert built.ptx.count("st.global.v4") == 6 and built.ptx.count("st.global.b16") == 2
         built = compile_for_hopper(rotate_latents, row | blocks | {"TURNS": False}, 1, kind, enable_fp_fusion=False)
+        check_waits(built)
         assert not built.spills and built.ptx.count("st.global.v4") == 2 and built.ptx.count("st.global.b16") == 2
 
 
@@ -85,8 +88,10 @@ def test_latents(has_new: bool) -> None:
     from kernels.gather_latent.triton import gather_rows
 
     gather = {"WIDTH": 576, "PAGE": 64, "MAIN": 512, "BLOCK_REST": 64, "ROWS": 4, "LEVELS": 1}
-    flags = {"HAS_NEW": has_new, "HAS_FIRST": not has_new}
-    check_moves(compile_for_hopper(gather_rows, {**gather, **flags}, 1, kind), turns_over=True)
+    flags = {"HAS_NEW": has_new, "HAS_FIRST": not has_new, "OVERLAPS": True}
+    built = compile_for_hopper(gather_rows, {**gather, **flags}, 1, kind)
+    check_waits(built)
+    check_moves(built, turns_over=True)
 
 
 def test_rows() -> None:

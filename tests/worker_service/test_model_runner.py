@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 
 from tests.worker_service.model_kit import CPU, VOCAB, Bench, PagedTokens, Part, make_reference, random_tokens
 from worker_service.core.errors import ModelError
+from worker_service.model import staging
 from worker_service.model.device import pick_device, pick_dtype
 from worker_service.model.runner import Runner, RunningLaunch
-from worker_service.model.staging import Download, FixedUpload, HostArray, Upload, put
+from worker_service.model.staging import Download, FixedUpload, HostArray, HostBuffer, Upload, put
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +73,47 @@ def test_fixed_arrays_stay_where_they_are_and_forget_the_launch_before() -> None
         put(array("q", [1, 2]), slots, 3)
     assert upload.send([]) == []
     assert [tensor.tolist() for tensor in upload.tensors] == [[0, 8, 0], [-1] * 4, [1.0]]
+
+
+class LateBuffer(HostBuffer):
+    """Whose copies take place when somebody waits for them, in the order in which they were started."""
+
+    started: ClassVar[list[Callable[[], object]]] = []
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(num_bytes, CPU)
+        self._last = 0
+
+    def copy_to(self, on_device: torch.Tensor, end: int) -> None:
+        self.started.append(lambda: on_device[:end].copy_(self.tensor[:end]))
+        self._last = len(self.started)
+
+    def wait(self) -> None:
+        for number in range(self._last):
+            self.started[number]()
+            self.started[number] = lambda: None
+
+
+def test_copies_that_take_place_late_bring_what_their_own_launch_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two are under way, each followed by what reads it, as a graph is; the one before them has not been read yet."""
+    monkeypatch.setattr(staging, "_host_buffers", lambda num_bytes, device: [LateBuffer(num_bytes) for _ in range(2)])
+    monkeypatch.setattr(staging, "_device_buffer", lambda like, device: torch.empty_like(like.tensor))
+    monkeypatch.setattr(LateBuffer, "started", [])
+    upload = FixedUpload(CPU, [array("i", [0] * 5), array("q", [-1] * 3)], 256)
+    read, wanted = [], []
+    for number in range(40):
+        ids, slots = upload.begin()
+        values = array("i", range(number, number + number * 7 % 6))
+        put(values, ids)
+        put(array("q", [number]), slots, number % 3)
+        (behind,) = upload.send([array("i", range(number % 5 + 1))])
+        fixed = [[*values, *[0] * (5 - len(values))], [number if at == number % 3 else -1 for at in range(3)]]
+        wanted.append([*fixed, list(range(number % 5 + 1))])
+        LateBuffer.started.append(lambda b=behind: read.append([t.tolist() for t in (*upload.tensors, b)]))
+    assert len(read) == 40 - 3
+    for start in LateBuffer.started:
+        start()
+    assert read == wanted
 
 
 def test_a_chunk_that_is_not_the_last_fills_its_pages_and_samples_nothing(bench: Bench) -> None:

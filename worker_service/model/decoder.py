@@ -69,7 +69,7 @@ class Decoder:
         self._head = Linear(packed_weight(self._embeddings if head is None else head, backend), None)
         self._scale = torch.tensor(spec.embedding_scale, dtype=self.dtype).item()
         rotary = RotaryTables(spec.max_model_len, device)
-        self._stack = _make_stack(spec, source, rotary, make_norm(spec.norm, norm, backend), backend)
+        self._stack = _make_stack(spec, source, rotary, make_norm(spec.norm, norm, backend), self.dtype, backend)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -164,10 +164,10 @@ def _branch(out: torch.Tensor, norm: Norm | None, scale: float) -> torch.Tensor:
 
 
 def _make_stack(
-    spec: ModelSpec, source: TensorSource, rotary: RotaryTables, norm: Norm, backend: Backend
+    spec: ModelSpec, source: TensorSource, rotary: RotaryTables, norm: Norm, dtype: torch.dtype, backend: Backend
 ) -> ResidualStack | StreamStack:
     def branches(number: int) -> Branches:
-        return _branches(number, source, spec, rotary, backend)
+        return _branches(number, source, spec, rotary, dtype, backend)
 
     # No name for a layer's branches: a loop's would hold its experts, as they are stored, until the next ones are made.
     if spec.streams is None:
@@ -178,7 +178,9 @@ def _make_stack(
     return StreamStack(streams, spec.streams, head, spec.norm.eps, norm, backend)
 
 
-def _branches(number: int, source: TensorSource, spec: ModelSpec, rotary: RotaryTables, backend: Backend) -> Branches:
+def _branches(
+    number: int, source: TensorSource, spec: ModelSpec, rotary: RotaryTables, dtype: torch.dtype, backend: Backend
+) -> Branches:
     """Takes a layer's weights, and makes what it has of a mixer and an MLP."""
     layer, weights = spec.layers[number], _take_layer(source, spec, number)
     mixer, mlp = None, None
@@ -187,7 +189,7 @@ def _branches(number: int, source: TensorSource, spec: ModelSpec, rotary: Rotary
         mixer = make_mixer(number, layer.mixer, weights.mixer, spec.norm, weights.mixer_norm, rotary, backend)
     if layer.mlp is not None:
         assert weights.mlp is not None
-        mlp = make_mlp(layer.mlp, weights.mlp, weights.mixer_norm.dtype, backend)
+        mlp = make_mlp(layer.mlp, weights.mlp, dtype, backend)
     return weights, mixer, mlp
 
 

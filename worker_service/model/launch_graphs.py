@@ -27,7 +27,7 @@ from worker_service.core.batch import Batch
 from worker_service.model.last_tokens import LastTokens
 from worker_service.model.launch_buckets import PROMPT_SAMPLES, Bucket, GraphLimits, buckets
 from worker_service.model.launch_inputs import LaunchInputs, PromptLens
-from worker_service.model.sampling_arrays import NUM_ARRAYS, sampling_arrays
+from worker_service.model.sampling_arrays import NUM_ARRAYS, greedy_arrays, sampling_arrays
 from worker_service.model.staging import FixedUpload, HostArray, packed_bytes, put
 from worker_service.model.state_inputs import RowPlaces, padding_arrays, put_states, put_sums, state_inputs
 
@@ -192,7 +192,7 @@ class LaunchGraphs:
             zeros(num_sampled),
             zeros(seqs + 1),
             zeros(seqs + 1),
-            *sampling_arrays((), num_sampled),
+            *greedy_arrays(num_sampled),
             *[array("q", (PADDING_SLOT,)) * size] * limits.num_groups,
             *padding_arrays(sum(limits.has_states), 2 * seqs, num_leaves),
         ]

@@ -26,15 +26,14 @@ def most_logprobs(sampled: Seq[SampledRow]) -> int:
     return max([-1 if row.sampling.logprobs is None else row.sampling.logprobs for row in sampled], default=-1)
 
 
-def sampling_arrays(sampled: Seq[SampledRow], size: int = 0) -> tuple[HostArray, ...]:
-    """Returns arrays in the order of the fields of SamplingTensors, padded to `size` by greedy rows."""
+def sampling_arrays(sampled: Seq[SampledRow]) -> tuple[HostArray, ...]:
+    """Returns arrays in the order of the fields of SamplingTensors."""
     if all(row.sampling.is_greedy for row in sampled):
-        return _greedy(max(size, len(sampled)))
+        return greedy_arrays(len(sampled))
     params = [row.sampling for row in sampled]
     keys = [row_key(p.seed, row.position) if p.temperature else (0, 0) for row, p in zip(sampled, params, strict=True)]
     slots = [NO_SLOT if row.counted is None else row.counted.slot for row in sampled]
-    missing = _greedy(max(size - len(sampled), 0))
-    arrays: tuple[HostArray, ...] = (
+    return (
         array("f", [p.temperature if p.temperature >= LEAST_TEMPERATURE else 0.0 for p in params]),
         array("i", [p.top_k for p in params]),
         array("f", [p.top_p for p in params]),
@@ -46,14 +45,11 @@ def sampling_arrays(sampled: Seq[SampledRow], size: int = 0) -> tuple[HostArray,
         array("q", [high for _, high in keys]),
         array("i", slots),
     )
-    for values, padding in zip(arrays, missing, strict=True):
-        values.extend(padding)  # type: ignore[arg-type]
-    return arrays
 
 
 @cache
-def _greedy(size: int) -> tuple[HostArray, ...]:
-    """Most launches' arrays, made once for each size, and never written to."""
+def greedy_arrays(size: int) -> tuple[HostArray, ...]:
+    """Returns most launches' arrays, made once for each number of rows, and never written to."""
     off = {"top_k": ("i", 0), "top_p": ("f", 1.0), "repetition": ("f", 1.0), "slots": ("i", NO_SLOT)}
     off |= {"key_low": ("q", 0), "key_high": ("q", 0)}
     kinds = [off.get(name, ("f", 0.0)) for name in SamplingTensors._fields]

@@ -50,7 +50,8 @@ class RowPlaces(NamedTuple):
         put(values[self.num_decode :], target, self.decode_rows)
 
     def sums(self, cu_seqlens_q: array[int]) -> array[int]:
-        """Returns the running sums of the places up to the last row: one token in each of the front."""
+        """Returns where each place's tokens begin, and where those of the last row end; each place at the front has one
+        token."""
         between = range(self.num_decode, self.decode_rows)
         behind = (end + self.shift for end in cu_seqlens_q[self.num_decode :])
         return cu_seqlens_q[: self.num_decode] + array("i", [*between, *behind])
@@ -72,8 +73,10 @@ def padding_arrays(num_groups: int, num_rows: int, num_leaves: int) -> list[Host
     """Returns arrays of fixed sizes that name no slot, for that many STATE groups; of none nothing."""
     if not num_groups:
         return []
-    sizes = [num_rows if name in ROW_FIELDS else num_leaves for name in StateSlots._fields]
-    return [array("i", (0,)) * (num_rows + 1), *(array("i", (NO_SLOT,)) * size for size in sizes * num_groups)]
+    group = [array("i", (NO_SLOT,)) * num_rows for _ in ROW_FIELDS]
+    # Of what is left nowhere, the row and the tokens are 0.
+    group += [array("i", (value,)) * num_leaves for value in (0, 0, NO_SLOT)]
+    return [array("i", (0,)) * (num_rows + 1), *group * num_groups]
 
 
 def put_states(batch: Batch, places: RowPlaces, targets: Sequence[HostView]) -> None:
@@ -92,7 +95,7 @@ def put_states(batch: Batch, places: RowPlaces, targets: Sequence[HostView]) -> 
 
 
 def put_sums(sums: array[int], target: HostView) -> None:
-    """Writes running sums, behind which there is nothing more."""
+    """Writes running sums, and the last one in all entries behind them: no tokens there."""
     put(padded(sums, len(target), sums[-1]), target)
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from kernels.backend import is_hopper
-from kernels.grouped_linear.stored import Fp8Experts, StoredExperts
+from kernels.grouped_linear.stored import Fp8Experts, Mxfp4Experts, StoredExperts
 from kernels.grouped_linear.words import ExpertWords, Fp8Words, Mxfp4Words, words_of
 
 # Bytes at whose multiples a copy's rows begin.
@@ -36,7 +36,8 @@ def tile_for(weight: Fp8Experts | ExpertWords, tile_rows: int) -> Tile:
 
 def packed(weight: StoredExperts, dtype: torch.dtype) -> StoredExperts | ExpertWords:
     """Returns the weight in words if the kernel can multiply rows of that dtype by it, else as it is."""
-    if not is_hopper(weight.values.device) or (isinstance(weight, Fp8Experts) and dtype is not torch.bfloat16):
+    is_taken = dtype is torch.bfloat16 or (dtype is torch.float16 and isinstance(weight, Mxfp4Experts))
+    if not is_taken or not is_hopper(weight.values.device):
         return weight
     words = words_of(weight)
     return weight if words is None else words

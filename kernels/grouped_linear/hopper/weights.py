@@ -55,7 +55,8 @@ def _fp8_instructions(has_rest):
 
 @gluon.jit
 def fp8_words_operand(stage, first, factor, dtype: gl.constexpr, WARPS: gl.constexpr, OPERAND: gl.constexpr):
-    """The same of a stage in words (kernels/grouped_linear/words.py), times one of their factors.
+    """Returns 64 columns from `first` on of a stage in words (kernels/grouped_linear/words.py), times one factor: of
+    int32 a head, of int64 a head and a rest.
 
     Exponent and mantissa of e4m3 are those of a bfloat16 number once they lie where these meet: one 2**120 times as
     small, subnormal ones included.
