@@ -11,6 +11,7 @@ from protos.v1 import cache_pb2, types_pb2
 from tests.e2e.client import Client
 from tests.e2e.conftest import Starter
 from tests.e2e.kinds import make_kind
+from tests.e2e.processes import ServiceProcess
 from tests.e2e.proxy import open_proxy
 from tests.e2e.running import Draw, Running, healthy, lengths
 from tests.examples import thorough
@@ -193,12 +194,7 @@ async def test_where_two_groups_keep_whole_prompts_what_prompts_share_stays_cach
     for prompt in prompts:
         await client.generate(worker.address, prompt, 1)
     running = Running(client, worker.address, [draw(page + 10)], 5 * page - 20)
-    await running.decoding.wait()
-    cache.freeze()
-    await asyncio.gather(*running.tasks)
-    assert "streams take pages by themselves" in worker.logged()
-    cache.thaw()
-    await client.until(cache.address, lambda stats: len(stats.workers) == 1 and healthy(stats))
+    await stream_through_an_outage(client, cache, worker, running)
     again = list(reversed(prompts))
     cached = [await client.generate(worker.address, prompt) for prompt in again]
     assert [each.usage.cached_tokens // page for each in cached] == [4, 4, 4, 2, 2]
@@ -223,17 +219,24 @@ async def test_the_window_of_a_shared_start_stays_cached_through_an_outage(
         last = await client.generate(worker.address, prompt, 1)
     assert last.usage.cached_tokens == 8 * PAGE
     running = Running(client, worker.address, [draw(4), draw(4)], 90)
+    await stream_through_an_outage(client, cache, worker, running)
+    again = shared + draw(6)
+    answer = await client.generate(worker.address, again)
+    assert answer.usage.cached_tokens == 8 * PAGE
+    assert answer.varied_tokens == (await client.cold(worker.address, again)).tokens
+    await running.check()
+
+
+async def stream_through_an_outage(
+    client: Client, cache: ServiceProcess, worker: ServiceProcess, running: Running
+) -> None:
+    """Freezes the cache service while the streams decode, until all have ended, then waits for the adoption."""
     await running.decoding.wait()
     cache.freeze()
     await asyncio.gather(*running.tasks)
     assert "streams take pages by themselves" in worker.logged()
     cache.thaw()
     await client.until(cache.address, lambda stats: len(stats.workers) == 1 and healthy(stats))
-    again = shared + draw(6)
-    answer = await client.generate(worker.address, again)
-    assert answer.usage.cached_tokens == 8 * PAGE
-    assert answer.varied_tokens == (await client.cold(worker.address, again)).tokens
-    await running.check()
 
 
 def num_free(stats: cache_pb2.StatsResponse) -> int:
