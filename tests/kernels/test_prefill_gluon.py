@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn import functional
 
 from kernels.attention import PagedArguments, check_attention
 from kernels.backend import Backend, is_hopper
+from kernels.device import num_multiprocessors
 from kernels.errors import KernelArgumentError
 from kernels.graph_capture import graph_capture
 from kernels.layout import KvLayout
@@ -24,6 +26,40 @@ GLUON = Target("cuda", Backend.GLUON)
 SHAPE = CaseShape(q_heads=8, kv_heads=2, dim=128, device="cuda")
 LENGTHS = [*RAGGED, (700, 300)]
 CUTS = [[512], [1024], [77], [512, 1024], [1499], [1, 2, 3, 640]]
+
+
+def joined(first: PagedCase, second: PagedCase) -> PagedCase:
+    """Returns one batch of the sequences of both, those of the first in front."""
+    width = max(case.block_tables.shape[1] for case in (first, second))
+    tables = [functional.pad(case.block_tables, (0, width - case.block_tables.shape[1])) for case in (first, second)]
+    sums = [
+        torch.cat([getattr(first, name), getattr(first, name)[-1] + getattr(second, name)[1:]])
+        for name in ("cu_seqlens_q", "cu_seqlens_k")
+    ]
+    return replace(
+        first,
+        q=torch.cat([first.q, second.q]),
+        k_pages=torch.cat([first.k_pages, second.k_pages]),
+        v_pages=torch.cat([first.v_pages, second.v_pages]),
+        block_tables=torch.cat([tables[0], tables[1] + first.k_pages.shape[0]]),
+        cu_seqlens_q=sums[0],
+        cu_seqlens_k=sums[1],
+        lengths=first.lengths + second.lengths,
+        keys=first.keys + second.keys,
+        values=first.values + second.values,
+    )
+
+
+def queries(case: PagedCase) -> torch.Tensor:
+    """Returns q as the kernel takes it: packed where a kv head's query heads are no divisor of 64."""
+    group = case.q.shape[1] // case.k_pages.shape[2]
+    return case.q if 64 % group == 0 else packed(case.q, case.k_pages.shape[2])
+
+
+def num_items(case: PagedCase) -> int:
+    """Returns the tiles of 128 rows of all kv heads."""
+    kv_heads = case.k_pages.shape[2]
+    return -(-case.q.shape[0] // max(128 * kv_heads // case.q.shape[1], 1)) * kv_heads
 
 
 @pytest.fixture
@@ -187,6 +223,24 @@ class TestInvariance:
         whole, _ = run(case, GLUON)
         for again in (case, moved):
             assert_same_bits(run(again, GLUON)[0], whole)
+
+    @pytest.mark.parametrize("new", [3, 17, 65, 128, 200, 333])
+    @pytest.mark.parametrize("heads", [(8, 2, 128), (8, 2, 256), (2, 1, 256), (12, 2, 64), (16, 2, 192), (16, 1, 128)])
+    def test_halves_of_few_tiles_have_the_bits_of_whole_ones(self, heads: tuple[int, int, int], new: int) -> None:
+        """Alone, tiles are too few for all multiprocessors; beside a long prompt they are not."""
+        shape = replace(SHAPE, **dict(zip(("q_heads", "kv_heads", "dim"), heads, strict=True)))
+        case, mate = make_case([(1500, new)], shape), make_case([(0, 8000)], shape, seed=1)
+        assert num_items(case) <= num_multiprocessors(case.q.device) // 2 < num_items(mate)
+        whole, _ = run(joined(case, mate), GLUON, q=queries(joined(case, mate)))
+        assert_same_bits(run(case, GLUON, q=queries(case))[0], whole[:new])
+
+    @pytest.mark.parametrize("new", [65, 333])
+    def test_over_fp8_pages_too(self, new: int) -> None:
+        case, mate = make_case([(1500, new)], SHAPE), make_case([(0, 8000)], SHAPE, seed=1)
+        both, options = coded(joined(case, mate), False, GLUON)
+        whole, _ = run(both, GLUON, **options)
+        alone = replace(case, q=both.q[:new], k_pages=both.k_pages, v_pages=both.v_pages)
+        assert_same_bits(run(alone, GLUON, **options)[0], whole[:new])
 
     @pytest.mark.parametrize("new", [100, 128])
     def test_queries_are_read_before_the_next_ones_come(self, new: int) -> None:

@@ -8,11 +8,28 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from kernels.hopper.barriers import thread_barrier
 from kernels.hopper.registers import settled
 from kernels.hopper.softmax import first_weights, next_weights, row_sums, sums_in_two, weigh
 from kernels.prefill_attention.hopper.output import write_rows
 from kernels.prefill_attention.hopper.tiles import key_tiles, read_tile
 from kernels.prefill_attention.hopper.weights import capped, clear_hidden_values, narrow, visible, zero
+
+
+@gluon.jit
+def pass_over(k_full, k_empty, v_full, v_empty, start, stop, step, STAGES: gl.constexpr):
+    """Gives back the key tiles of an item that is the other consumer's; returns the step behind them."""
+    for _tile in range(start, stop):
+        slot = step % STAGES
+        phase = (step // STAGES) & 1
+        mbarrier.wait(k_full.index(slot), phase)
+        mbarrier.wait(v_full.index(slot), phase)
+        # All warps have seen this phase before the next one can begin.
+        thread_barrier()
+        mbarrier.arrive(k_empty.index(slot), count=1)
+        mbarrier.arrive(v_empty.index(slot), count=1)
+        step += 1
+    return step
 
 
 @gluon.jit
@@ -23,6 +40,7 @@ def consume(
     PART: gl.constexpr, GQA_GROUP: gl.constexpr, DIM: gl.constexpr, D: gl.constexpr,
     WINDOW: gl.constexpr, CAP: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     WANTS_LSE: gl.constexpr, HAS_SINKS: gl.constexpr, SCALES: gl.constexpr, Q_REGISTERS: gl.constexpr,
+    HALVES: gl.constexpr,
 ):  # fmt: skip
     """Half of a tile's rows: 64 of them in one warpgroup."""
     ROWS: gl.constexpr = 64
@@ -48,84 +66,91 @@ def consume(
     step = 0
     turn = 0
     mbarrier.wait(q_full.index(0), 0)
-    head, first, token, q_len, kv_len = read_tile(queue)
+    head, first, token, q_len, kv_len, half = read_tile(queue, HALVES)
     while head >= 0:
-        cached = kv_len - q_len
-        lowest, start, stop = key_tiles(first, q_len, kv_len, QUERIES, WINDOW, BN)
-        nfull = (cached + first + 1) // BN
-        last_low = cached + first + QUERIES - WINDOW
-        position = cached + first + (PART * ROWS + gl.arange(0, ROWS, RS) + zero(D)) // GQA_GROUP
-        acc = gl.zeros([ROWS, D], gl.float32, OL)
-        row_sum = gl.full([ROWS], 0.0, gl.float32, RS)
-        q = qs.index(PART).load(QL) if Q_REGISTERS else qs.index(PART)
-        scale = scale_log2
-        cap = cap_log2
-        if NARROWS:
-            q, unit = narrow(q)
-            unit = gl.convert_layout(unit, RS)
-            if CAP:
-                cap = cap_log2 * unit
-                scale = scale_log2 + gl.zeros_like(unit)
-            else:
-                scale = scale_log2 * unit
-        # The first key tile: there is no earlier one whose values could be added meanwhile.
-        slot = step % STAGES
-        mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
-        scores = warpgroup_mma(q, ks.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(0, deps=[scores])
-        mbarrier.arrive(k_empty.index(slot), count=1)
-        if Q_REGISTERS:
-            # Only a product that took the queries proves that they have come out of shared memory: loads may queue
-            # behind the last tile's stores, where barriers overtake them and the copy engine would, too.
-            mbarrier.arrive(q_empty.index(0), count=1)
-        scores = visible(capped(scores, cap, CAP, NARROWS), start, position, nfull, last_low, WINDOW, BN, SL)
-        p, sums, base = first_weights(scores, scale, ks.dtype, NARROWS)
-        if not OVERLAPS:
-            row_sum = row_sums(sums, base)
-        if WINDOW > 0:
-            clear_hidden_values(vs.index(slot), v_full.index(slot), (step // STAGES) & 1, start, lowest, kv_len, BN, D)
-        for tile in range(start + 1, stop):
-            before = step % STAGES
-            before_phase = (step // STAGES) & 1
-            step += 1
+        lowest, start, stop = key_tiles(first, half, q_len, kv_len, GQA_GROUP, WINDOW, BN)
+        if (half < 0) | (half == PART):
+            cached = kv_len - q_len
+            nfull = (cached + first + 1) // BN
+            last_low = cached + first + QUERIES - WINDOW
+            position = cached + first + (PART * ROWS + gl.arange(0, ROWS, RS) + zero(D)) // GQA_GROUP
+            acc = gl.zeros([ROWS, D], gl.float32, OL)
+            row_sum = gl.full([ROWS], 0.0, gl.float32, RS)
+            q = qs.index(PART).load(QL) if Q_REGISTERS else qs.index(PART)
+            scale = scale_log2
+            cap = cap_log2
+            if NARROWS:
+                q, unit = narrow(q)
+                unit = gl.convert_layout(unit, RS)
+                if CAP:
+                    cap = cap_log2 * unit
+                    scale = scale_log2 + gl.zeros_like(unit)
+                else:
+                    scale = scale_log2 * unit
+            # The first key tile: there is no earlier one whose values could be added meanwhile.
             slot = step % STAGES
             mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
             scores = warpgroup_mma(q, ks.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
-            mbarrier.wait(v_full.index(before), before_phase)
+            scores = warpgroup_mma_wait(0, deps=[scores])
+            mbarrier.arrive(k_empty.index(slot), count=1)
+            if Q_REGISTERS:
+                # Only a product that took the queries proves that they have come out of shared memory: loads may queue
+                # behind the last tile's stores, where barriers overtake them and the copy engine would, too.
+                mbarrier.arrive(q_empty.index(0), count=1)
+            scores = visible(capped(scores, cap, CAP, NARROWS), start, position, nfull, last_low, WINDOW, BN, SL)
+            p, sums, base = first_weights(scores, scale, ks.dtype, NARROWS)
+            if not OVERLAPS:
+                row_sum = row_sums(sums, base)
+            if WINDOW > 0:
+                clear_hidden_values(
+                    vs.index(slot), v_full.index(slot), (step // STAGES) & 1, start, lowest, kv_len, BN, D
+                )
+            for tile in range(start + 1, stop):
+                before = step % STAGES
+                before_phase = (step // STAGES) & 1
+                step += 1
+                slot = step % STAGES
+                mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
+                scores = warpgroup_mma(q, ks.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
+                mbarrier.wait(v_full.index(before), before_phase)
+                acc = warpgroup_mma(gl.convert_layout(p, PL), vs.index(before), acc, is_async=True)
+                if OVERLAPS:
+                    row_sum += row_sums(sums, base)
+                scores = warpgroup_mma_wait(1, deps=[scores])
+                mbarrier.arrive(k_empty.index(slot), count=1)
+                scores = visible(capped(scores, cap, CAP, NARROWS), tile, position, nfull, last_low, WINDOW, BN, SL)
+                weights = weigh(scores, base, scale, NARROWS)
+                early, rest = sums_in_two(weights)
+                if OVERLAPS and not SCALES:
+                    early = settled(early)
+                acc = warpgroup_mma_wait(0, deps=[acc])
+                mbarrier.arrive(v_empty.index(before), count=1)
+                p, sums, base, row_sum, acc = next_weights(
+                    scores, weights, early + rest, base, row_sum, acc, scale, ks.dtype, NARROWS
+                )
+                if not OVERLAPS:
+                    row_sum += row_sums(sums, base)
+            if not Q_REGISTERS:
+                mbarrier.arrive(q_empty.index(0), count=1)
+            before = step % STAGES
+            phase = (step // STAGES) & 1
+            mbarrier.wait(v_full.index(before), phase)
+            clear_hidden_values(vs.index(before), v_full.index(before), phase, stop - 1, lowest, kv_len, BN, D)
             acc = warpgroup_mma(gl.convert_layout(p, PL), vs.index(before), acc, is_async=True)
             if OVERLAPS:
                 row_sum += row_sums(sums, base)
-            scores = warpgroup_mma_wait(1, deps=[scores])
-            mbarrier.arrive(k_empty.index(slot), count=1)
-            scores = visible(capped(scores, cap, CAP, NARROWS), tile, position, nfull, last_low, WINDOW, BN, SL)
-            weights = weigh(scores, base, scale, NARROWS)
-            early, rest = sums_in_two(weights)
-            if OVERLAPS and not SCALES:
-                early = settled(early)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(v_empty.index(before), count=1)
-            p, sums, base, row_sum, acc = next_weights(
-                scores, weights, early + rest, base, row_sum, acc, scale, ks.dtype, NARROWS
-            )
-            if not OVERLAPS:
-                row_sum += row_sums(sums, base)
-        if not Q_REGISTERS:
+            step += 1
+            write_rows(
+                out_ptr, lse_ptr, sinks_ptr, v_scales_ptr, num_tokens, stride_out_token, stride_out_head,
+                head, first, token, q_len, base, row_sum, acc,
+                PART, GQA_GROUP, DIM, D, WANTS_LSE, HAS_SINKS, SCALES, DTYPE, RS, RO,
+            )  # fmt: skip
+        else:
+            thread_barrier()
             mbarrier.arrive(q_empty.index(0), count=1)
-        before = step % STAGES
-        phase = (step // STAGES) & 1
-        mbarrier.wait(v_full.index(before), phase)
-        clear_hidden_values(vs.index(before), v_full.index(before), phase, stop - 1, lowest, kv_len, BN, D)
-        acc = warpgroup_mma(gl.convert_layout(p, PL), vs.index(before), acc, is_async=True)
-        if OVERLAPS:
-            row_sum += row_sums(sums, base)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(v_empty.index(before), count=1)
-        step += 1
-        write_rows(
-            out_ptr, lse_ptr, sinks_ptr, v_scales_ptr, num_tokens, stride_out_token, stride_out_head,
-            head, first, token, q_len, base, row_sum, acc,
-            PART, GQA_GROUP, DIM, D, WANTS_LSE, HAS_SINKS, SCALES, DTYPE, RS, RO,
-        )  # fmt: skip
+            step = pass_over(k_full, k_empty, v_full, v_empty, start, stop, step, STAGES)
         turn += 1
         mbarrier.wait(q_full.index(0), turn & 1)
-        head, first, token, q_len, kv_len = read_tile(queue)
+        head, first, token, q_len, kv_len, half = read_tile(queue, HALVES)

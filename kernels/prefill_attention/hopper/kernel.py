@@ -30,12 +30,14 @@ def attend_tiles(
 ):  # fmt: skip
     """Allocates what producer and consumers share, and starts them."""
     rows, arriving, bars, in_bars, queue = make_shared(
-        q_desc, k_desc, v_desc, GQA_GROUP, DIM, D, PACKED, BN, STAGES, SCALES, 5
+        q_desc, k_desc, v_desc, GQA_GROUP, DIM, D, PACKED, BN, STAGES, SCALES, 6
     )
     qs, ks, vs = rows
     q_in, k_in, v_in, k_quantized, v_quantized = arriving
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     k_in_full, k_in_empty, v_in_full, v_in_empty = in_bars
+    # Windows have few keys to share out, and the other case has no registers left.
+    HALVES: gl.constexpr = WINDOW == 0 and (D <= 128 or PAGE >= 16)
     declare_looks()
     # One expression: what passes through a variable loses its compile-time constants.
     gl.warp_specialize(
@@ -44,19 +46,19 @@ def attend_tiles(
                 out_ptr, lse_ptr, sinks_ptr, k_scales_ptr, v_scales_ptr, scale_log2, cap_log2, num_tokens,
                 stride_out_token, stride_out_head, qs, ks, vs, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                 gl.constexpr(role), GQA_GROUP, DIM, D, WINDOW, CAP, BN, STAGES, WANTS_LSE, HAS_SINKS, SCALES,
-                Q_REGISTERS,
+                Q_REGISTERS, HALVES,
             ))
             if role < 2
             else (widen, (
                 queue, q_full, q_empty, k_quantized, v_quantized, k_in_full, k_in_empty, v_in_full, v_in_empty,
-                ks, vs, k_full, k_empty, v_full, v_empty, GQA_GROUP, WINDOW, BN, STAGES,
+                ks, vs, k_full, k_empty, v_full, v_empty, GQA_GROUP, WINDOW, BN, STAGES, HALVES,
             ))
             if role == 2
             else (produce, (
                 q_desc, k_desc, v_desc, tables_ptr, stride_tables_seq, records_ptr, count_ptr, num_tokens,
                 k_page_rows, v_page_rows, q_in, k_in, v_in, queue, q_full, q_empty,
                 k_in_full, k_in_empty, v_in_full, v_in_empty,
-                HEADS, GQA_GROUP, D, PAGE, HND, PACKED, DIM < D, WINDOW, BN, STAGES,
+                HEADS, GQA_GROUP, D, PAGE, HND, PACKED, DIM < D, WINDOW, BN, STAGES, HALVES,
             ))
             for role in ((0, 1, 2, 3) if SCALES else (0, 1, 3))
         ],

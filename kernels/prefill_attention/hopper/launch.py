@@ -29,7 +29,8 @@ def launch(call: PrefillCall, plan: PrefillPlan | None, out: torch.Tensor, lse: 
 
 def launch_tiles(call: PrefillCall, plan: PrefillPlan, out: torch.Tensor, lse: torch.Tensor | None) -> None:
     """Computes the tiles of a prepared plan, each in one program."""
-    num_programs = min(num_multiprocessors(out.device), plan.records.shape[0] * call.spec.shape.heads)
+    # Few tiles are two items each.
+    num_programs = min(num_multiprocessors(out.device), 2 * plan.records.shape[0] * call.spec.shape.heads)
     with torch.cuda.device_of(out):
         attend_tiles[(num_programs,)](
             *tensors(call, out, lse),

@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from kernels.hopper.barriers import thread_barrier
 from kernels.hopper.work_queue import draw, leave, write_item
-from kernels.prefill_attention.hopper.tiles import key_tiles, read_tile, record
+from kernels.prefill_attention.hopper.tiles import item_at, key_tiles, read_tile
 
 
 @gluon.jit
@@ -38,20 +38,20 @@ def produce(
     qs, ks, vs, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty,
     HEADS: gl.constexpr, GQA_GROUP: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, HND: gl.constexpr,
     PACKED: gl.constexpr, PADDED: gl.constexpr, WINDOW: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    HALVES: gl.constexpr,
 ):  # fmt: skip
     """Streams Q, K and V of all tiles of this program, as far ahead as the stages allow."""
     SIZE: gl.constexpr = ks.dtype.primitive_bitwidth // 8
     if not PACKED:
         gl.static_assert(64 % GQA_GROUP == 0)
-    num_items = gl.load(count_ptr) * HEADS
     step = 0
     turn = 0
     place = gl.program_id(0)
-    head, seq, first, token, q_len, kv_len = record(records_ptr, place, num_items, HEADS)
-    while place < num_items:
-        lowest, start, stop = key_tiles(first, q_len, kv_len, 128 // GQA_GROUP, WINDOW, BN)
+    half, head, seq, first, token, q_len, kv_len = item_at(place, records_ptr, count_ptr, HEADS, HALVES)
+    while half < 2:
+        lowest, start, stop = key_tiles(first, half, q_len, kv_len, GQA_GROUP, WINDOW, BN)
         mbarrier.wait(q_empty.index(0), (turn & 1) ^ 1)
-        write_item(queue, 0, (head, first, token, q_len, kv_len))
+        write_item(queue, 0, (head, first, token, q_len, kv_len, half))
         mbarrier.arrive(q_full.index(0), count=1)
         mbarrier.expect(q_full.index(0), 128 * D * 2)
         for part in gl.static_range(2):
@@ -64,7 +64,7 @@ def produce(
                 tma.async_copy_global_to_shared(q_desc, where, q_full.index(0), target)
         # The next tile's record is on its way while this one's keys are.
         place = draw(count_ptr + 1, gl.num_programs(0))
-        nhead, nseq, nfirst, ntoken, nq_len, nkv_len = record(records_ptr, place, num_items, HEADS)
+        nhalf, nhead, nseq, nfirst, ntoken, nq_len, nkv_len = item_at(place, records_ptr, count_ptr, HEADS, HALVES)
         table_ptr = tables_ptr + seq.to(gl.int64) * stride_tables_seq
         low = lowest // PAGE
         high = (kv_len - 1) // PAGE
@@ -85,9 +85,9 @@ def produce(
             )  # fmt: skip
             step += 1
         turn += 1
-        head, seq, first, token, q_len, kv_len = nhead, nseq, nfirst, ntoken, nq_len, nkv_len
+        half, head, seq, first, token, q_len, kv_len = nhalf, nhead, nseq, nfirst, ntoken, nq_len, nkv_len
     mbarrier.wait(q_empty.index(0), (turn & 1) ^ 1)
-    write_item(queue, 0, (head * 0 - 1, first, token, q_len, kv_len))
+    write_item(queue, 0, (head * 0 - 1, first, token, q_len, kv_len, head * 0 - 1))
     mbarrier.arrive(q_full.index(0), count=2)
     leave(count_ptr + 1, gl.num_programs(0))
 
@@ -114,17 +114,17 @@ def widen(
     queue, q_full, q_empty, k_quantized, v_quantized,
     k_quantized_full, k_quantized_empty, v_quantized_full, v_quantized_empty,
     ks, vs, k_full, k_empty, v_full, v_empty,
-    GQA_GROUP: gl.constexpr, WINDOW: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    GQA_GROUP: gl.constexpr, WINDOW: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
     """Dequantizes all key tiles of this program, stage by stage."""
     step = 0
     turn = 0
     mbarrier.wait(q_full.index(0), 0)
-    head, first, _token, q_len, kv_len = read_tile(queue)
+    head, first, _token, q_len, kv_len, half = read_tile(queue, HALVES)
     thread_barrier()
     mbarrier.arrive(q_empty.index(0), count=1)
     while head >= 0:
-        _lowest, start, stop = key_tiles(first, q_len, kv_len, 128 // GQA_GROUP, WINDOW, BN)
+        _lowest, start, stop = key_tiles(first, half, q_len, kv_len, GQA_GROUP, WINDOW, BN)
         for _tile in range(start, stop):
             slot = step % STAGES
             phase = (step // STAGES) & 1
@@ -133,6 +133,6 @@ def widen(
             step += 1
         turn += 1
         mbarrier.wait(q_full.index(0), turn & 1)
-        head, first, _token, q_len, kv_len = read_tile(queue)
+        head, first, _token, q_len, kv_len, half = read_tile(queue, HALVES)
         thread_barrier()
         mbarrier.arrive(q_empty.index(0), count=1)

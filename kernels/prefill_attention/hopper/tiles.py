@@ -3,6 +3,8 @@
 The producer draws the next tile from a counter, one tile ahead, and writes its record to the work queue in shared
 memory, where the others read it. A negative head says that none is left.
 
+Few tiles are two items each, a half of its rows for each consumer, or most multiprocessors would have none.
+
     count    tiles of the list without heads, tiles drawn beyond each program's first one, programs that are done
 """
 
@@ -29,20 +31,43 @@ def record(records_ptr, place, num_items, HEADS: gl.constexpr):
 
 
 @gluon.jit
-def read_tile(queue):
-    """(kv head, first query, first token, queries of the sequence, keys of the sequence), in four warps."""
-    head = read_number(queue, 0, 4)
-    first = read_number(queue, 1, 4)
-    token = read_number(queue, 2, 4)
-    return head, first, token, read_number(queue, 3, 4), read_number(queue, 4, 4)
+def item_at(place, records_ptr, count_ptr, HEADS: gl.constexpr, HALVES: gl.constexpr):
+    """Returns which half of its tile's rows the item at a place is, then the tile's record; -1 is all rows, 2 no item.
+
+    Halves, if HALVES and no program has two of them.
+    """
+    num_tiles = gl.load(count_ptr) * HEADS
+    halved = 0
+    if HALVES:
+        halved = (2 * num_tiles <= gl.num_programs(0)).to(gl.int32)
+    half = gl.where(place >= num_tiles << halved, 2, gl.where(halved != 0, place & 1, -1))
+    head, seq, first, token, q_len, kv_len = record(records_ptr, place >> halved, num_tiles, HEADS)
+    return half, head, seq, first, token, q_len, kv_len
 
 
 @gluon.jit
-def key_tiles(first, q_len, kv_len, QUERIES: gl.constexpr, WINDOW: gl.constexpr, BN: gl.constexpr):
-    """(first key that a row of the tile sees, first key tile, tile behind the last one)."""
+def read_tile(queue, HALVES: gl.constexpr):
+    """(kv head, first query, first token, queries of the sequence, keys of the sequence, half of the rows or -1 for
+    all), in four warps."""
+    head = read_number(queue, 0, 4)
+    first = read_number(queue, 1, 4)
+    token = read_number(queue, 2, 4)
+    half = head * 0 - 1
+    if HALVES:
+        half = read_number(queue, 5, 4)
+    return head, first, token, read_number(queue, 3, 4), read_number(queue, 4, 4), half
+
+
+@gluon.jit
+def key_tiles(first, half, q_len, kv_len, GQA_GROUP: gl.constexpr, WINDOW: gl.constexpr, BN: gl.constexpr):
+    """(first key that a row of the tile, or of its half, sees, first key tile, tile behind the last one)."""
+    QUERIES: gl.constexpr = 128 // GQA_GROUP
     cached = kv_len - q_len
+    # A half may have no row of the sequence: it is computed like its last one, and not stored.
+    begin = gl.minimum(first + gl.maximum(half, 0) * 64 // GQA_GROUP, q_len - 1)
+    end = first + gl.where(half == 0, gl.minimum(63 // GQA_GROUP + 1, QUERIES), QUERIES)
     lowest = 0
     if WINDOW > 0:
-        lowest = gl.maximum(cached + first - WINDOW + 1, 0)
-    stop = gl.minimum(kv_len, cached + first + QUERIES)
+        lowest = gl.maximum(cached + begin - WINDOW + 1, 0)
+    stop = gl.minimum(kv_len, cached + end)
     return lowest, lowest // BN, (stop + BN - 1) // BN
