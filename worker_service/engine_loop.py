@@ -162,7 +162,7 @@ class EngineLoop:
             self._transfers.fetch(applied.fetches, self._launcher.barrier())
         self._delivery.fail_each(applied.failed)
         self._session.replied()
-        self._outages.patience.replied(exchanged.end_s - exchanged.start_s)
+        self._outages.patience.replied(exchanged.end_s - exchanged.start_s, exchanged.end_s)
         self._has_news |= self._scheduler.num_waiting > 0 or self._scheduler.is_restoring
         for refusal in exchanged.reply.run_refusals:
             _log.warning("run %d of the inventory was refused: %s %s", refusal.run, refusal.field, refusal.detail)

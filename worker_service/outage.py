@@ -3,13 +3,13 @@
 For that the worker gives up the service's state (core/own_pages.py), and giving it up costs an adoption of all pages,
 5 us each in the service, when it is back. So the service has to be silent for longer than its replies usually take, and
 each time for twice as long as the time before, until it has replied for a while: a service that is slow because many
-workers come back to it is not given up again and again.
+workers come back to it is not given up again and again. How long an outage lasted does not count: what comes back after
+a long one has as much to adopt.
 """
 
 from __future__ import annotations
 
 import logging
-import time
 
 from worker_service.core.scheduler import Scheduler
 from worker_service.observer import Observer
@@ -21,7 +21,7 @@ USUAL_REPLIES = 8
 # Share of a new reply in the usual time.
 NEWEST = 1 / 16
 MAX_DOUBLINGS = 7
-# With replies for so long the service counts as well again.
+# Once replies have come over so long a time the service counts as well again.
 WELL_S = 60.0
 _log = logging.getLogger(__name__)
 
@@ -32,25 +32,33 @@ class Patience:
     def __init__(self, least_s: float) -> None:
         self._least_s = least_s
         self._usual_s = 0.0
-        self._num_lost = 0
-        self._lost_at_s = 0.0
+        self._doublings = 0
+        # The first and the last reply since the service was given up; None while there was none.
+        self._well_since_s: float | None = None
+        self._well_until_s = 0.0
 
-    def replied(self, seconds: float) -> None:
-        """Notes how long a reply took."""
+    def replied(self, seconds: float, now_s: float) -> None:
+        """Notes how long a reply took that came now."""
         self._usual_s += (seconds - self._usual_s) * NEWEST
+        if self._well_since_s is None:
+            self._well_since_s = now_s
+        self._well_until_s = now_s
 
-    def lost(self, now_s: float) -> None:
+    def lost(self) -> None:
         """Notes that the service was given up."""
-        self._num_lost += 1
-        self._lost_at_s = now_s
+        self._doublings = 1 if self._is_well() else min(self._doublings + 1, MAX_DOUBLINGS)
+        self._well_since_s = None
 
-    def seconds(self, now_s: float) -> float:
+    def seconds(self) -> float:
+        """Returns how long the service may be silent now."""
         if not self._least_s:
             return float("inf")
-        if now_s - self._lost_at_s > WELL_S:
-            self._num_lost = 0
-        doublings = min(self._num_lost, MAX_DOUBLINGS)
+        doublings = 0 if self._is_well() else self._doublings
         return float(max(self._least_s, USUAL_REPLIES * self._usual_s) * 2**doublings)
+
+    def _is_well(self) -> bool:
+        # By replies alone: the silence after the last one is what patience is for.
+        return self._well_since_s is not None and self._well_until_s - self._well_since_s >= WELL_S
 
 
 class Outages:
@@ -76,11 +84,10 @@ class Outages:
         Returns whether something changed."""
         if self._scheduler.is_detached:
             return self._take_pages()
-        now_s = time.monotonic()
-        if self._silent_s() < self.patience.seconds(now_s) or not self._scheduler.lacks_room():
+        if self._silent_s() < self.patience.seconds() or not self._scheduler.lacks_room():
             return False
         _log.warning("the cache service has been silent for %.3g s: streams take pages by themselves", self._silent_s())
-        self.patience.lost(now_s)
+        self.patience.lost()
         self._exchange.drop()
         self._scheduler.detach()
         if self._session.epoch is not None:
@@ -92,7 +99,7 @@ class Outages:
     def time_left_s(self) -> float | None:
         """Returns the seconds until the cache service may be given up; None while that is no matter of time."""
         silent_s = self._silent_s()
-        left_s = self.patience.seconds(time.monotonic()) - silent_s
+        left_s = self.patience.seconds() - silent_s
         return left_s if silent_s and 0 < left_s < float("inf") and not self._scheduler.is_detached else None
 
     def _silent_s(self) -> float:

@@ -134,15 +134,38 @@ async def test_a_worker_stops_during_an_outage() -> None:
 
 def test_patience_follows_usual_replies_and_doubles_after_each_loss() -> None:
     patience = Patience(0.05)
-    assert patience.seconds(1000.0) == 0.05
-    patience.lost(1000.0)
-    patience.lost(1001.0)
-    assert patience.seconds(1002.0) == pytest.approx(0.2)
+    assert patience.seconds() == 0.05
+    patience.lost()
+    patience.lost()
+    assert patience.seconds() == pytest.approx(0.2)
     for _ in range(20):
-        patience.lost(1003.0)
-    assert patience.seconds(1003.0) == pytest.approx(0.05 * 2**MAX_DOUBLINGS)
-    assert patience.seconds(1003.0 + WELL_S + 1) == 0.05
+        patience.lost()
+    assert patience.seconds() == pytest.approx(0.05 * 2**MAX_DOUBLINGS)
+    patience.replied(0.0, 1000.0)
+    patience.replied(0.0, 1000.0 + WELL_S)
+    assert patience.seconds() == 0.05
     for _ in range(200):
-        patience.replied(0.1)
-    assert patience.seconds(1003.0 + WELL_S + 1) == pytest.approx(0.1 * USUAL_REPLIES, rel=0.01)
-    assert Patience(0.0).seconds(0.0) == float("inf")
+        patience.replied(0.1, 1000.0 + WELL_S)
+    assert patience.seconds() == pytest.approx(0.1 * USUAL_REPLIES, rel=0.01)
+    assert Patience(0.0).seconds() == float("inf")
+
+
+def test_only_replies_make_the_service_well_again() -> None:
+    """A service that comes back after a long outage replies slowly at first: all workers have it adopt their pages."""
+    patience = Patience(0.05)
+    patience.replied(0.0, 1000.0 - WELL_S)
+    patience.replied(0.0, 1000.0)
+    patience.lost()
+    assert patience.seconds() == pytest.approx(0.1)
+    # Silence of two minutes, one reply, and it is given up once more.
+    patience.replied(0.0, 1000.0 + 2 * WELL_S)
+    assert patience.seconds() == pytest.approx(0.1)
+    patience.lost()
+    assert patience.seconds() == pytest.approx(0.2)
+    patience.replied(0.0, 2000.0)
+    patience.replied(0.0, 2000.0 + WELL_S - 1)
+    assert patience.seconds() == pytest.approx(0.2)
+    patience.replied(0.0, 2000.0 + WELL_S)
+    assert patience.seconds() == patience.seconds() == 0.05
+    patience.lost()
+    assert patience.seconds() == pytest.approx(0.1), "doubling did not start over"
