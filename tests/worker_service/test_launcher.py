@@ -67,23 +67,51 @@ class Handle(NamedTuple):
         return Completed(self.tokens)
 
 
+@dataclass
+class TwoBuffers(Device):
+    """Its results lie in one of two buffers until they are read, as in model/staging.py."""
+
+    buffers: list[Tokens] = field(default_factory=lambda: [Tokens((), ())] * 2)
+    num_started: int = 0
+
+    def submit(self, batch: Batch) -> BufferHandle:  # type: ignore[override]
+        at = self.num_started % 2
+        self.buffers[at] = super().submit(batch).tokens
+        self.num_started += 1
+        return BufferHandle(self, at, self.gate if self.num_started == 1 else None)
+
+
+class BufferHandle(NamedTuple):
+    device: TwoBuffers
+    buffer: int
+    gate: threading.Event | None
+
+    def wait(self) -> Completed:
+        """The device is done; the thread that reads the results may come late, at the gate."""
+        assert self.gate is None or self.gate.wait(10)
+        return Completed(self.device.buffers[self.buffer])
+
+
 class Stand:
     """A scheduler with three sequences that are granted, and a launcher."""
 
-    def __init__(self, timeout_s: float = 0.0) -> None:
+    def __init__(self, timeout_s: float = 0.0, device: Device | None = None, max_tokens: int = 6) -> None:
         config = SchedulerConfig(PAGE, (full_group(64),), max_model_len=64, vocab_size=100)
         self.scheduler = Scheduler(config)
-        manager = AuditedManager(config.groups, PAGE, host=False)
-        self.scheduler.readmit(manager.hello(self.scheduler.generation))
-        for number in (1, 2, 3):
-            prompt = packed([10 * number, 10 * number + 1])
-            self.scheduler.add(Request(SequenceId(number), Namespace("model"), prompt, SamplingParams(max_tokens=6)))
-        step = self.scheduler.next_step()
-        assert step is not None
-        self.scheduler.apply(manager.step(step))
-        self.device = Device()
+        self.manager = AuditedManager(config.groups, PAGE, host=False)
+        self.scheduler.readmit(self.manager.hello(self.scheduler.generation))
+        self.ask((1, 2, 3), max_tokens)
+        self.device = device or Device()
         self.launcher = Launcher(self.device, timeout_s)
         self.ended = threading.Semaphore(0)
+
+    def ask(self, numbers: Sequence[int], max_tokens: int) -> None:
+        for number in numbers:
+            prompt, sampling = packed([10 * number, 10 * number + 1]), SamplingParams(max_tokens=max_tokens)
+            self.scheduler.add(Request(SequenceId(number), Namespace("model"), prompt, sampling))
+        step = self.scheduler.next_step()
+        assert step is not None
+        self.scheduler.apply(self.manager.step(step))
 
     def start(self) -> Launch:
         launch = self.scheduler.next_launch()
@@ -170,6 +198,22 @@ def test_a_launch_that_fails_behind_one_that_runs_is_repeated_with_the_tokens_of
     stand.device.fail = lambda batch: False
     stand.start()
     assert stand.complete(stand.take()) == {1: (14,), 2: (24,), 3: (34,)}
+    stand.launcher.close()
+
+
+def test_prompts_that_fail_are_run_in_parts_once_the_results_before_them_were_read() -> None:
+    """Their parts need no token of the launch before, but the buffer that its tokens lie in."""
+    stand = Stand(device=TwoBuffers(), max_tokens=1)
+    stand.start()
+    stand.ask((4, 5, 6), 1)
+    stand.device.fail = lambda batch: batch.num_seqs > 1
+    second = stand.start()
+    assert second.batch.num_seqs == 3 and not second.batch.from_previous
+    time.sleep(0.05)
+    assert len(stand.device.submitted) == 2, "parts were submitted before the results were read"
+    stand.device.gate.set()
+    assert stand.complete(stand.take()) == {1: (12,), 2: (22,), 3: (32,)}
+    assert stand.complete(stand.take()) == {4: (42,), 5: (52,), 6: (62,)}
     stand.launcher.close()
 
 

@@ -78,14 +78,18 @@ class _Flight:
         return max(self.run_start_s, previous.ended.result().end_s) if ended and previous else self.run_start_s
 
     def known_batch(self) -> Batch:
-        """Returns the batch with all its tokens; waits for the launch before it. Raises DeviceLost."""
-        batch = self.launch.batch
-        if self.previous is None or not batch.from_previous:
+        """Returns the batch with all its tokens, once the results of the launch before it have been read.
+
+        That is waited for where no token comes from there, too: results lie in one of two buffers (model/staging.py)
+        until they are read, and two parts of this launch take both. Raises DeviceLost.
+        """
+        batch, previous = self.launch.batch, self.previous
+        if previous is None:
             return batch
-        before = self.previous.ended.result()
+        before = previous.ended.result()
         if before.results is None:
             raise before.lost or DeviceLost("the launch before was lost")
-        return with_known_tokens(batch, before.results.token_ids)
+        return with_known_tokens(batch, before.results.token_ids) if batch.from_previous else batch
 
 
 class Launcher:
