@@ -86,7 +86,7 @@ class Engine:
         sequence_id = SequenceId(next(self._numbers))
         now_s = time.monotonic()
         wanted = (request.namespace, request.prompt, request.sampling, request.priority)
-        self.scheduler.add(Request(sequence_id, *wanted, now_s, request.bypass_cache))
+        self.scheduler.add(Request(sequence_id, *wanted, request.bypass_cache))
         generation = Generation(sequence_id, detokenizer, request.sampling, now_s)
         self._delivery.add(generation)
         self._loop.news()

@@ -41,7 +41,7 @@ class FinishReason(Enum):
 
 
 class Request(NamedTuple):
-    """A generate request. `prompt` is packed int32; `arrival` is the caller's clock and only reported back.
+    """A generate request. `prompt` is packed int32.
 
     `bypass_cache`: reuse nothing of other requests, and leave nothing for them.
     """
@@ -51,7 +51,6 @@ class Request(NamedTuple):
     prompt: bytes
     sampling: SamplingParams
     priority: int = 0
-    arrival: float = 0.0
     bypass_cache: bool = False
 
 
