@@ -11,7 +11,7 @@ from rpc.logs import set_up_logging
 from rpc.settings import SettingsError
 from tier_client.errors import RedisUrlError
 from worker_service.config import load_config
-from worker_service.core.errors import DeviceLost, InvalidField, RequestFailed, SessionRefused, StartError
+from worker_service.core.errors import DeviceLost, InvalidField, SessionRefused, StartError, StepsRejected
 
 USAGE_ERROR = 2
 FAILURE = 1
@@ -41,7 +41,7 @@ def main() -> int:
         _complain(str(error), FAILURE)
         # The interpreter's orderly end would wait for threads that are stuck, and abort in destructors of the device.
         os._exit(FAILURE)
-    except (SessionRefused, RequestFailed, OSError) as error:
+    except (SessionRefused, StepsRejected, OSError) as error:
         return _complain(str(error), FAILURE)
     return 0
 

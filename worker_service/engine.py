@@ -120,7 +120,7 @@ class Engine:
         self._loop.stop()
 
     async def run(self) -> None:
-        """Serves until `stop`. Raises SessionRefused, DeviceLost, RequestFailed, or an unexpected error."""
+        """Serves until `stop`. Raises SessionRefused, StepsRejected, DeviceLost, or an unexpected error."""
         try:
             await self._loop.serve()
         except BaseException as error:

@@ -96,7 +96,7 @@ class EngineLoop:
         self._wake.set()
 
     async def serve(self) -> None:
-        """Makes passes until `stop`. Raises SessionRefused, DeviceLost, RequestFailed, or an unexpected error."""
+        """Makes passes until `stop`. Raises SessionRefused, StepsRejected, DeviceLost, or an unexpected error."""
         self._orders = asyncio.create_task(self._transfers.follow_orders(self._session.ask_for_hello), name="orders")
         self._session.connect()
         while not self._stopping.is_set():

@@ -86,7 +86,7 @@ class SessionKeeper:
         self._losses.reset()
 
     def count(self, lost: SessionLost) -> tuple[Failed, ...]:
-        """Counts a lost session. Returns the requests that fail with it. Raises RequestFailed when no step is taken."""
+        """Counts a lost session. Returns the requests that fail with it. Raises StepsRejected when no step is taken."""
         return self._scheduler.reject_step() if self._losses.count(lost) else ()
 
     async def close(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from worker_service.core.errors import RequestFailed, SessionLost, StepRejected
+from worker_service.core.errors import SessionLost, StepRejected, StepsRejected
 
 # A step that ended this many sessions is void, and the next Hello begins anew.
 REJECTIONS_OF_A_STEP = 2
@@ -27,13 +27,13 @@ class SessionRetries:
     def count(self, lost: SessionLost) -> bool:
         """Returns whether the unanswered step is to be given up, since it would end the next session, too.
 
-        Raises RequestFailed when no step is taken at all: a worker that starts anew does not send the same steps."""
+        Raises StepsRejected when no step is taken at all: a worker that starts anew does not send the same steps."""
         self._num_lost += 1
         if not isinstance(lost, StepRejected):
             return False
         self._num_rejected += 1
         if self._num_rejected >= REJECTIONS_OF_A_STEP * MAX_BEGINNINGS:
-            raise RequestFailed(f"{self._num_rejected} sessions were lost over one step: {lost}") from lost
+            raise StepsRejected(f"{self._num_rejected} sessions were lost over one step: {lost}") from lost
         return self._num_rejected % REJECTIONS_OF_A_STEP == 0
 
     async def pause(self, stopping: asyncio.Event) -> None:

@@ -15,10 +15,10 @@ from session.messages import Step
 from session.words import TicketId, Transfer
 from tests.worker_service.engine_harness import EngineHarness, collect, reference, running_engine
 from worker_service.core.errors import (
-    RequestFailed,
     SessionLost,
     SessionRefused,
     StepRejected,
+    StepsRejected,
     Unservable,
     WorkerStopped,
 )
@@ -127,7 +127,7 @@ async def test_steps_that_end_every_session_end_the_worker_not_the_world() -> No
 
         harness.cache.on_step = refuse
         asked = [harness.ask([number] * 3) for number in range(6)]
-        with pytest.raises(RequestFailed, match=r"step.step_id"):
+        with pytest.raises(StepsRejected, match=r"step.step_id"):
             await harness.task
         for generation in asked:
             with pytest.raises((WorkerStopped, Unservable)):

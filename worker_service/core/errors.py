@@ -16,7 +16,8 @@ WorkerError
 │   │   ├── LostPlace         the cache service is at another step than this worker
 │   │   └── StepRejected      the stream ended over one step or its reply
 │   │       └── UnaskedReply  the reply is to something that was not asked
-│   └── SessionRefused        no cache service takes this worker; the process ends
+│   ├── SessionRefused        no cache service takes this worker; the process ends
+│   └── StepsRejected         the cache service rejects this worker's steps; the process ends
 └── DeviceLost                the device computes nothing any more; the process ends
 """
 
@@ -54,7 +55,7 @@ class WorkerStopped(RequestError):
 
 
 class RequestFailed(RequestError):
-    """The engine gave up on this request; others go on."""
+    """The request's forward pass failed; others go on."""
 
 
 class StartError(WorkerError):
@@ -91,6 +92,10 @@ class UnaskedReply(StepRejected):
 
 class SessionRefused(SessionError):
     """The cache service will not take this worker: another one has its name, or the two do not fit together."""
+
+
+class StepsRejected(SessionError):
+    """The cache service rejects this worker's steps, whatever they say: a new process does not send the same ones."""
 
 
 class DeviceLost(WorkerError):
