@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from array import array
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -14,7 +16,7 @@ from session.words import GroupKind, GroupSpec, Namespace
 from tests.examples import examples
 from worker_service.core.inventory import Inventory, Written
 from worker_service.core.limits import MessageRoom
-from worker_service.core.restoration import Restoration
+from worker_service.core.restoration import LOOKS, PART, Restoration, _in_order
 
 PAGE = 2
 NUM_PAGES = 7
@@ -153,6 +155,22 @@ def test_everything_that_was_written_and_not_granted_since_is_offered() -> None:
     assert found is not None and found.is_complete
     runs = [(run.parent_run, list(array("I", run.page_ids[0]))) for run in found.runs if isinstance(run, CachedRun)]
     assert runs == [(0, [1]), (1, [2, 3, 4, 5, 6]), (1, [7])]
+
+
+@pytest.mark.parametrize("num_keys", [1, 40, 1 << 40])
+@pytest.mark.parametrize("num_items", [0, 1, PART, 20 * PART])
+def test_sorting_in_parts_does_what_sorted_does(num_items: int, num_keys: int) -> None:
+    rng = random.Random(num_items)
+    keys = [rng.randrange(num_keys) for _ in range(num_items)]
+    sorting = _in_order(list(range(num_items)), keys.__getitem__)
+    looks = []
+    try:
+        while True:
+            looks.append(next(sorting))
+    except StopIteration as ended:
+        assert ended.value == sorted(range(num_items), key=keys.__getitem__)
+    if num_keys > num_items:
+        assert max(looks, default=0) * LOOKS < 2 * PART
 
 
 def test_the_room_for_a_page_is_what_the_module_says() -> None:
