@@ -51,6 +51,7 @@ from worker_service.launch.launcher import Launcher
 from worker_service.metrics import Load, WorkerMetrics
 from worker_service.serving import codec
 from worker_service.serving.servicer import CODES, ModelWorkerServicer, WorkerAdminServicer
+from worker_service.tasks import watched
 from worker_service.tier_watch import TierWatch
 from worker_service.transfer.moved_pages import PageFrame
 from worker_service.transfer.page_mover import MoverLimits, PageMover
@@ -230,8 +231,8 @@ async def running(config: WorkerConfig, compute: Compute) -> AsyncIterator[Worke
 async def _engine(worker: _Worker) -> AsyncIterator[asyncio.Task[None]]:
     engine = worker.engine
     task = asyncio.create_task(engine.run(), name="engine")
-    watch = asyncio.create_task(worker.tier_watch.run(engine.reconnect_soon), name="tier-watch")
-    health = asyncio.create_task(follow_health(engine, worker.server.health), name="health")
+    watch = watched(worker.tier_watch.run(engine.reconnect_soon), "tier-watch", engine.fail)
+    health = watched(follow_health(engine, worker.server.health), "health", engine.fail)
     try:
         yield task
     finally:

@@ -119,6 +119,10 @@ class Engine:
         self.draining.set()
         self._loop.stop()
 
+    def fail(self, error: BaseException) -> None:
+        """Has `run` end with this error, of a task beside it that the worker cannot do without."""
+        self._loop.fail(error)
+
     async def run(self) -> None:
         """Serves until `stop`. Raises SessionRefused, StepsRejected, DeviceLost, or an unexpected error."""
         try:

@@ -32,6 +32,7 @@ from worker_service.page_transfers import PageTransfers
 from worker_service.rate_meter import RateMeter
 from worker_service.session_keeper import SessionKeeper
 from worker_service.step_exchange import Exchanged, StepExchange
+from worker_service.tasks import watched
 from worker_service.trace import EngineTrace, Span
 
 # How long an idle loop waits before it asks again for a request that was refused.
@@ -73,6 +74,8 @@ class EngineLoop:
         # Whether something happened that the next step may tell or ask.
         self._has_news = True
         self._orders: asyncio.Task[None] | None = None
+        # What ended a task beside the loop, which ends with it.
+        self._fault: BaseException | None = None
         self.connected = asyncio.Event()
         self.draining = asyncio.Event()
 
@@ -95,9 +98,14 @@ class EngineLoop:
         self._stopping.set()
         self._wake.set()
 
+    def fail(self, error: BaseException) -> None:
+        """Ends `serve` with this error: that of a task beside it, without which it would go on by halves."""
+        self._fault = self._fault or error
+        self._wake.set()
+
     async def serve(self) -> None:
         """Makes passes until `stop`. Raises SessionRefused, StepsRejected, DeviceLost, or an unexpected error."""
-        self._orders = asyncio.create_task(self._transfers.follow_orders(self._session.ask_for_hello), name="orders")
+        self._orders = watched(self._transfers.follow_orders(self._session.ask_for_hello), "orders", self.fail)
         self._session.connect()
         while not self._stopping.is_set():
             self._wake.clear()
@@ -122,6 +130,8 @@ class EngineLoop:
 
     def _pass(self) -> bool:
         """Takes what has come and starts what can be started. Returns whether there was anything."""
+        if self._fault is not None:
+            raise self._fault
         has_reply = self._take_reply()
         new_tokens = self._take_launch()
         progressed = self._follow_session() or has_reply or new_tokens is not None

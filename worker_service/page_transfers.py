@@ -39,7 +39,9 @@ class PageTransfers:
             self.mover.fetch(fetch.transfer, barrier)
 
     async def follow_orders(self, on_lost: Callable[[str], None]) -> None:
-        """Follows the cache service's orders until it is cancelled; `on_lost` gets why a session was lost."""
+        """Follows the cache service's orders until it is cancelled; `on_lost` gets why a session was lost.
+
+        Raises what else goes wrong."""
         while True:
             try:
                 order = await self._cache.next_order()

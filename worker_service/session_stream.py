@@ -1,7 +1,7 @@
 """One gRPC stream of a session with the cache service, from its first write to its end.
 
 One reader task sorts what arrives: replies to the calls that wait for them, orders to a bounded queue. Every failure is
-a SessionLost but for a Hello that is refused, a SessionRefused.
+a SessionLost but for a Hello that is refused, a SessionRefused. An error of the reader itself ends the stream as it is.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from session.wire.seal import CHECKSUM_FIELD, open_response, seal_request
 from session.words import Transfer
 from worker_service.core.errors import SessionLost, SessionRefused, StepRejected
 from worker_service.session_checks import PoolCheck
+from worker_service.tasks import watched
 
 _FINAL_CODES = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.ABORTED, grpc.StatusCode.UNIMPLEMENTED}
 # What a repeated step may meet again; the other codes speak of the link, or of a service that ends.
@@ -64,13 +65,13 @@ class SessionStream:
         self.check = check
         self._reply_timeout_s = reply_timeout_s
         self._waiting: dict[_Key, asyncio.Future[cache_pb2.ManagerMessage]] = {}
-        self._lost: Exception | None = None
+        self._lost: BaseException | None = None
         self._is_loss_told = False
         self._welcomed = False
         # The generated stub is typed for both the blocking and the asyncio channel.
         stub = cache_pb2_grpc.PrefixCacheStub(channel)
         self._call: _StreamCall = stub.Session()
-        self._reader = asyncio.create_task(self._read(), name="session-reader")
+        self._reader = watched(self._read(), "session-reader", self._end)
 
     async def ask(self, key: _Key, message: cache_pb2.WorkerMessage) -> cache_pb2.ManagerMessage:
         """Sends a message and returns the reply to it, which `key` names. Raises what ended the stream."""
@@ -170,7 +171,7 @@ class SessionStream:
             self.check.order(order)
         self._orders.put(order)
 
-    def _end(self, lost: Exception) -> None:
+    def _end(self, lost: BaseException) -> None:
         if self._lost is None:
             self._lost = lost
             self._orders.news.set()
