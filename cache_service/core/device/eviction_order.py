@@ -35,7 +35,8 @@ class EvictionPolicy(ABC):
     counts_uses: ClassVar[bool]
     has_priorities: ClassVar[bool] = False
     protected_share: ClassVar[float] = 1.0
-    """What classes above 0 may take of a WINDOW or STATE group; the oldest pages above it fall to class 0."""
+    """Share of a WINDOW group that classes above 0 may take; the oldest pages above it fall to class 0. Snapshots have
+    their own share (snapshot_order.py)."""
 
     @abstractmethod
     def add(self, node: Node) -> None:

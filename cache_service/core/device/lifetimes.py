@@ -46,7 +46,7 @@ _TRUNK_RATIO = 2.0
 _MOST_OCTAVES = 6.0
 _BEYOND_MOST = 6.5  # what is wanted then, so that the most is reached
 PROTECT_ALL = 2.0**40
-# The same where that would have hit nearly as much as the best pair: short T0 are blurred, all lie within one unit.
+# Also protect all where the shortest T0 reaches 95 % of the best pair's hits: T0 below one unit cannot be told apart.
 _NEARLY = 0.95
 
 

@@ -12,10 +12,10 @@ from itertools import islice
 from cache_service.core.host.host_key import key_prefix
 from session.words import HASH_BYTES
 
-# The most keys that wait for a refresh of their time to live; refreshing is best effort.
+# The most rows that wait for a refresh of their time to live; refreshing is best effort.
 MAX_TOUCHES = 65_536
 
-# The most keys that wait to be deleted. Of more, the oldest are left to their time to live.
+# The most rows that wait to be deleted. Of more, the oldest are left to their time to live.
 MAX_DELETES = 4_194_304
 
 

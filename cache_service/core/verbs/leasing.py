@@ -198,9 +198,10 @@ def extend(cache: DeviceCache, lease: Lease, item: Extend) -> ExtendGrant | Refu
 
 
 def shrink(cache: DeviceCache, lease: Lease, num_tokens: int) -> None:
-    """Keeps the pages of the first `num_tokens` tokens, at least those that the lease has; the others become free.
+    """Keeps the pages of the first `num_tokens` tokens; the others become free.
 
-    Slots that are reserved for snapshots stay.
+    step_check.py has checked that `num_tokens` is no less than the lease's own tokens. Slots that are reserved for
+    snapshots stay.
     """
     total = -(-num_tokens // cache.layout.page_tokens)
     if total < lease.full_end:
