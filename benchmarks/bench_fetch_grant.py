@@ -52,7 +52,7 @@ class FetchBench:
         digest = namespace_digest(Namespace(MODEL))
         self.hashes = page_hashes(digest, b"", self.tokens[: num_pages * PAGE_BYTES], PAGE_BYTES)
         keys = [build_key(HostKey(FINGERPRINT, 0, 0, PageHash(one))) for one in self._each()]
-        assert self.manager.tiers.adopt(TIER, FINGERPRINT, keys) == num_pages
+        assert self.manager.tiers.add_scanned(TIER, FINGERPRINT, keys) == num_pages
         self.step_id = 0
 
     def _each(self) -> list[bytes]:

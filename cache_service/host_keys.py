@@ -220,7 +220,7 @@ class RedisHostKeys:
             if (tier, fingerprint) not in self._scanned:
                 return  # lost meanwhile: these keys may be of before
             keys = [key for _, key in found[at : at + ADOPTED_AT_ONCE]]
-            num_adopted += self._manager.tiers.adopt(tier, fingerprint, keys)
+            num_adopted += self._manager.tiers.add_scanned(tier, fingerprint, keys)
             await asyncio.sleep(self._config.scan_pause_s)
         self._manager.tiers.end_scan(tier, fingerprint)
         log.info("host rows adopted", extra={"host_tier": tier, "num_pages": num_adopted})

@@ -40,7 +40,7 @@ class Rows:
     def named(self) -> tuple[tuple[str, bytes], ...]:
         return self.known
 
-    def adopt(self, host_tier_id: str, fingerprint: bytes, keys: Sequence[bytes]) -> int:
+    def add_scanned(self, host_tier_id: str, fingerprint: bytes, keys: Sequence[bytes]) -> int:
         self.adopted.setdefault((host_tier_id, fingerprint), []).extend(keys)
         return len(keys)
 

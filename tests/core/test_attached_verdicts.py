@@ -139,7 +139,7 @@ def test_a_scan_finds_a_replicated_page_by_its_one_key(replicated: bool) -> None
 
 def adopt(stage: Stage, keys: list[bytes]) -> int:
     (fingerprint,) = stage.manager.tiers.shared[TIER].group_bytes
-    found = stage.manager.tiers.adopt(TIER, fingerprint, keys)
+    found = stage.manager.tiers.add_scanned(TIER, fingerprint, keys)
     stage.settle()
     return found
 

@@ -299,7 +299,7 @@ def test_a_scan_after_a_restart_finds_the_rows_of_engines() -> None:
     after = Stage()
     engine = after.engine(FULL, STATE)
     ((tier, fingerprint),) = after.manager.tiers.named()
-    assert after.manager.tiers.adopt(tier, fingerprint, sorted(stage.store)) == 10
+    assert after.manager.tiers.add_scanned(tier, fingerprint, sorted(stage.store)) == 10
     assert engine.lookup(PROMPT).usable_pages == 5
 
 

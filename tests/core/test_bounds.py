@@ -58,13 +58,14 @@ def test_half_seen_rows_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seen_ranks, "MAX_HALF_SEEN", 3)
     index = make_index(ranks=2)
     for number in range(5):
-        assert not index.adopt(HostKey(FINGERPRINT, 0, 0, page(number)))
-    adopted = [number for number in range(5) if index.adopt(HostKey(FINGERPRINT, 0, 1, page(number)))]
-    assert adopted == [], "each look at a dropped row drops the next one"
+        assert not index.add_scanned(HostKey(FINGERPRINT, 0, 0, page(number)))
+    added = [number for number in range(5) if index.add_scanned(HostKey(FINGERPRINT, 0, 1, page(number)))]
+    assert added == [], "each look at a dropped row drops the next one"
     index.lose()
     for number in range(5):
-        index.adopt(HostKey(FINGERPRINT, 0, 0, page(number)))
-    assert [number for number in (4, 3, 2, 1) if index.adopt(HostKey(FINGERPRINT, 0, 1, page(number)))] == [4, 3, 2]
+        index.add_scanned(HostKey(FINGERPRINT, 0, 0, page(number)))
+    added = [number for number in (4, 3, 2, 1) if index.add_scanned(HostKey(FINGERPRINT, 0, 1, page(number)))]
+    assert added == [4, 3, 2]
 
 
 def test_keys_to_delete_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

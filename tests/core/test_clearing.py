@@ -119,7 +119,7 @@ def test_rows_of_unknown_namespace_stay_for_the_others() -> None:
     keys = tuple(worker.store)
     world.new_manager()
     worker.restart("i1")
-    world.manager.tiers.adopt("redis", b"f" * 32, keys)
+    world.manager.tiers.add_scanned("redis", b"f" * 32, keys)
     cleared = clear_at_once(world.manager, NS, False)
     assert cleared.num_host_rows == 0
     assert not worker.start(span(0, 8)).fetches

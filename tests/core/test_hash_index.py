@@ -69,7 +69,7 @@ def test_what_a_scan_finds_was_used_before_all_that_is_there() -> None:
     index = make(quota=30)
     index.add(FINGERPRINT, page(9), 1, NS)
     for number in (3, 2, 1):  # those used last come first
-        assert index.adopt(HostKey(FINGERPRINT, 0, 0, page(number)))
+        assert index.add_scanned(HostKey(FINGERPRINT, 0, 0, page(number)))
     index.shrink()
     assert hashes_of(index.take_deletes(9)) == [1]
     index.add(FINGERPRINT, page(8), 1, NS)
@@ -96,14 +96,14 @@ def test_a_private_tier_has_no_keys_to_delete_or_touch() -> None:
     assert not index.rows and not index.queues
 
 
-def test_an_adopted_row_is_visible_when_every_rank_was_seen() -> None:
+def test_a_scanned_row_is_visible_when_every_rank_was_seen() -> None:
     index = make(ranks=2)
-    assert not index.adopt(HostKey(FINGERPRINT, 0, 1, page(1)))
-    assert not index.adopt(HostKey(FINGERPRINT, 0, 1, page(1)))
+    assert not index.add_scanned(HostKey(FINGERPRINT, 0, 1, page(1)))
+    assert not index.add_scanned(HostKey(FINGERPRINT, 0, 1, page(1)))
     assert not index.stored(FINGERPRINT, page(1))
-    assert index.adopt(HostKey(FINGERPRINT, 0, 0, page(1)))
+    assert index.add_scanned(HostKey(FINGERPRINT, 0, 0, page(1)))
     assert index.stored(FINGERPRINT, page(1)) == 1 and index.quota.num_bytes == 20
-    assert not index.adopt(HostKey(FINGERPRINT, 7, 0, page(2))), "a group that nobody declared"
+    assert not index.add_scanned(HostKey(FINGERPRINT, 7, 0, page(2))), "a group that nobody declared"
     index.forget(FINGERPRINT, page(1), MissReason.LOST)
     assert len(index.take_deletes(9)) == 2, "one key for each rank"
 
@@ -113,7 +113,7 @@ def test_what_was_cleared_is_hidden_at_once_and_dropped_bit_by_bit() -> None:
     index = make()
     index.add(FINGERPRINT, page(1), 1, NS)
     index.add(FINGERPRINT, page(2), 1, other)
-    index.adopt(HostKey(FINGERPRINT, 0, 0, page(3)))
+    index.add_scanned(HostKey(FINGERPRINT, 0, 0, page(3)))
     floor = index.hide(namespace_digest(NS))
     assert index.cleared.floor(namespace_digest(NS)) == floor and index.cleared.floor(namespace_digest(other)) < 0
     assert not index.leading(FINGERPRINT, [page(1)], 1, floor) and not index.leading(FINGERPRINT, [page(3)], 1, floor)
@@ -131,16 +131,17 @@ def test_a_scan_after_a_clear_of_all_deletes_what_it_finds() -> None:
     index.hide(None)
     assert index.drop_hidden(FINGERPRINT + page(1), None, index.cleared.floor(b""))
     index.add(FINGERPRINT, page(2), 1, NS)
-    assert not index.adopt(HostKey(FINGERPRINT, 0, 0, page(3))) and not index.adopt(HostKey(FINGERPRINT, 0, 0, page(2)))
+    assert not index.add_scanned(HostKey(FINGERPRINT, 0, 0, page(3)))
+    assert not index.add_scanned(HostKey(FINGERPRINT, 0, 0, page(2)))
     assert hashes_of(index.take_deletes(9)) == [1, 3]
     index.lose()
-    assert index.adopt(HostKey(FINGERPRINT, 0, 0, page(3)))
+    assert index.add_scanned(HostKey(FINGERPRINT, 0, 0, page(3)))
 
 
 def test_namespaces_that_are_forgotten_take_what_they_could_still_find(monkeypatch: Any) -> None:
     monkeypatch.setattr(cleared_namespaces, "MAX_CLEARED", 2)
     index = make()
-    index.adopt(HostKey(FINGERPRINT, 0, 0, page(3)))
+    index.add_scanned(HostKey(FINGERPRINT, 0, 0, page(3)))
     for number in range(3):
         index.hide(bytes([number]) * 32)
     assert not index.rows

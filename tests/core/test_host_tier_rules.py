@@ -138,7 +138,7 @@ def test_a_store_that_takes_nothing_stops_spills_and_no_fetch() -> None:
 
 
 def test_few_spills_wait_for_a_tier_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spilling, "MAX_WAITING", 2)
+    monkeypatch.setattr(spilling, "MAX_QUEUED_NODES", 2)
     world = stage(breaker_failures=1, breaker_ms=1000)
     worker = join(world, full(40))
     world.manager.tiers.report_failure("redis", world.now_ms)
@@ -158,9 +158,9 @@ def test_rows_found_after_a_restart_are_adopted() -> None:
     world.new_manager()
     worker.restart("i1")
     before = world.snapshot()
-    assert world.manager.tiers.adopt("redis", FINGERPRINT, (b"nonsense", b"")) == 0
+    assert world.manager.tiers.add_scanned("redis", FINGERPRINT, (b"nonsense", b"")) == 0
     assert world.snapshot() == before
-    assert world.manager.tiers.adopt("redis", FINGERPRINT, keys) == 4
+    assert world.manager.tiers.add_scanned("redis", FINGERPRINT, keys) == 4
     live = worker.start(span(1, 10))
     assert live.fetch is not None and live.fetch.num_pages == 4
     worker.fetch_all(live)
@@ -180,7 +180,7 @@ def test_nothing_is_spilled_before_the_scan_has_found_what_the_store_has() -> No
     worker.run(span(1, 12))
     world.tick()
     assert not worker.spills
-    assert world.manager.tiers.adopt("redis", FINGERPRINT, keys) == 4
+    assert world.manager.tiers.add_scanned("redis", FINGERPRINT, keys) == 4
     world.tick()
     assert not worker.spills, "only a part has been found"
     world.manager.tiers.end_scan("redis", FINGERPRINT)
@@ -243,12 +243,12 @@ def test_a_row_of_several_ranks_is_whole_or_absent() -> None:
     worker = FakeWorker(world, [full(8)], 2, host_tier=HostTierKind.SHARED, host_tier_id="redis", num_ranks=2)
     page_hash = page_hashes(namespace_digest(NS), b"", pack([1, 2]), 8)
     keys = [build_key(HostKey(FINGERPRINT, 0, rank, PageHash(page_hash))) for rank in (0, 1, 2)]
-    adopt = world.manager.tiers.adopt
-    assert adopt("redis", FINGERPRINT, keys[:1]) == 0
+    add_scanned = world.manager.tiers.add_scanned
+    assert add_scanned("redis", FINGERPRINT, keys[:1]) == 0
     assert worker.start([1, 2, 3]).fetch is None
-    assert adopt("redis", FINGERPRINT, keys[:1]) == 0
-    assert adopt("redis", FINGERPRINT, keys[2:]) == 0
-    assert adopt("redis", FINGERPRINT, keys[1:2]) == 1
+    assert add_scanned("redis", FINGERPRINT, keys[:1]) == 0
+    assert add_scanned("redis", FINGERPRINT, keys[2:]) == 0
+    assert add_scanned("redis", FINGERPRINT, keys[1:2]) == 1
     assert worker.start([1, 2, 3]).fetch is not None
 
 

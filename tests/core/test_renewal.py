@@ -93,7 +93,7 @@ def test_a_store_that_lost_everything_is_filled_again(spill: SpillPolicy) -> Non
 
 def test_a_refill_goes_bit_by_bit_and_meets_a_changing_tree(monkeypatch: Any) -> None:
     monkeypatch.setattr(renewal, "NODES_PER_TICK", 1)
-    monkeypatch.setattr(renewal, "MAX_WAITING", 2)
+    monkeypatch.setattr(renewal, "REFILL_PAUSES_AT", 2)
     world = stage(max_open_tickets=1)
     worker = join(world, full(60))
     for first in range(0, 80, 20):

@@ -200,7 +200,7 @@ class Simulation:
             self._hand_over(engine)
         if self.tier == HostTierKind.SHARED:
             keys = list(self.world.stores.get("redis", {}))
-            self.world.manager.tiers.adopt("redis", FINGERPRINT, keys)
+            self.world.manager.tiers.add_scanned("redis", FINGERPRINT, keys)
             self.world.settle()
 
     def _long_partition(self, engine: Engine) -> None:

@@ -163,9 +163,11 @@ class HashIndex:
         sizes, ranks = self.group_bytes.get(fingerprint, ()), self.group_ranks.get(fingerprint, ())
         return sum([size * num for group, (size, num) in enumerate(zip(sizes, ranks)) if groups >> group & 1])  # noqa: B905
 
-    def adopt(self, key: HostKey) -> bool:
-        """A scan saw this key, after those that were used later: its row is the least recently used. Returns whether it
-        becomes visible, which takes every rank."""
+    def add_scanned(self, key: HostKey) -> bool:
+        """Adds the row of a key that a scan found, after those that were used later: it is the least recently used.
+
+        Returns whether the row becomes visible, which takes every rank's key.
+        """
         group_ranks = self.group_ranks.get(key.fingerprint, ())
         if key.group >= len(group_ranks) or self.known(key.fingerprint, key.page_hash) >> key.group & 1:
             return False

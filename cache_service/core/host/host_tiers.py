@@ -78,18 +78,21 @@ class HostTiers:
     def all(self) -> list[HashIndex]:
         return [*self.shared.values(), *self.private.values()]
 
-    def adopt(self, host_tier_id: str, fingerprint: bytes, keys: Sequence[bytes]) -> int:
-        """Adds rows that a scan found, most recently used first; keys that are not ours are passed over."""
+    def add_scanned(self, host_tier_id: str, fingerprint: bytes, keys: Sequence[bytes]) -> int:
+        """Adds rows that a scan found, most recently used first; keys that are not ours are passed over.
+
+        Returns how many became visible.
+        """
         index = self.shared.get(host_tier_id)
         if index is None or fingerprint not in index.group_bytes:
             return 0
-        adopted = 0
+        num_added = 0
         for raw in keys:
             key = parse_key(raw)
             if key is not None and key.fingerprint == fingerprint:
-                adopted += index.adopt(key)
+                num_added += index.add_scanned(key)
         index.shrink()
-        return adopted
+        return num_added
 
     def end_scan(self, host_tier_id: str, fingerprint: bytes) -> None:
         """Notes that no scan of these rows is under way or due."""

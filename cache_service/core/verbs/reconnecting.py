@@ -76,7 +76,7 @@ class WorkerStates:
 
     def _go_on(self, worker: Worker, hello: Hello) -> None:
         old = worker.hello
-        spilling.void(worker.cache)
+        spilling.end_after_broken_stream(worker.cache)
         # A store may answer for the first time, or be another one than before.
         if (hello.host_tier, hello.host_tier_id) != (old.host_tier, old.host_tier_id):
             worker.cache.set_host(self._tiers.view(hello))
@@ -115,7 +115,7 @@ class WorkerStates:
         self._cleared.leave(worker_id, worker.hello.incarnation, worker.met_clears(self._cleared.number))
         for event in (connection(worker)._replace(is_connected=False), Cleared(worker_id)):
             self._events.record(event)
-        spilling.abandon(worker.cache)
+        spilling.end_all(worker.cache)
         worker.cache.leases.forget()
         self._tiers.forget_worker(worker_id)
 

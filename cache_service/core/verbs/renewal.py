@@ -21,7 +21,7 @@ NODES_PER_TICK = 1_024
 FRESH_MS = 60_000
 
 # A refill pauses while this many nodes wait for their spill.
-MAX_WAITING = 256
+REFILL_PAUSES_AT = 256
 
 
 def note_hit(cache: DeviceCache, node: Node) -> None:
@@ -99,7 +99,7 @@ def _renew(cache: DeviceCache, node: Node, in_store: bool) -> None:
 
 def _refill(cache: DeviceCache, nodes: Iterator[Node]) -> None:
     for _ in range(NODES_PER_TICK):
-        if len(cache.spill_queue) >= MAX_WAITING:
+        if len(cache.spill_queue) >= REFILL_PAUSES_AT:
             return
         node = next(nodes, None)
         if node is None:

@@ -1,4 +1,4 @@
-"""Spill orders: which resident pages the host tier lacks, what an ack records, and what a broken stream voids.
+"""Spill orders: which resident pages the host tier lacks, what an ack records, and what a broken stream ends.
 
 Best effort: eviction never waits for a spill. A ticket pins its node, and reads the pages of groups with holes that it
 copies.
@@ -29,8 +29,8 @@ from session.words import (
 # Open spills may hold one page of a pool in this many.
 SPILL_SHARE = 4
 
-# Nodes that wait while a breaker is open; of more, those that were queued first are dropped.
-MAX_WAITING = 4_096
+# The most nodes that are queued while a breaker is open; of more, those that were queued first are dropped.
+MAX_QUEUED_NODES = 4_096
 
 
 def next_orders(cache: DeviceCache) -> tuple[Transfer, ...]:
@@ -40,7 +40,7 @@ def next_orders(cache: DeviceCache) -> tuple[Transfer, ...]:
         return ()
     breakers = cache.host.index.breaker, cache.spill_breaker
     if any(breaker.is_open for breaker in breakers):
-        while len(queue) > MAX_WAITING:
+        while len(queue) > MAX_QUEUED_NODES:
             queue.popitem(last=False)
         return ()
     if cache.host.fingerprint in cache.host.index.unscanned:
@@ -161,7 +161,7 @@ def acknowledge(cache: DeviceCache, ack: Ack, now_ms: int) -> None:
     index.shrink()
 
 
-def void(cache: DeviceCache) -> None:
+def end_after_broken_stream(cache: DeviceCache) -> None:
     """Ends all spills after a broken stream: the worker's mover is drained, so no order of it is under way."""
     for ticket in list(cache.transfers.abandoned):
         forget_abandoned(cache, ticket)
@@ -173,7 +173,7 @@ def void(cache: DeviceCache) -> None:
             cache.spill_queue[spill.node] = None
 
 
-def abandon_old(cache: DeviceCache, now_ms: int) -> None:
+def abandon_overdue(cache: DeviceCache, now_ms: int) -> None:
     """Ends the hold on pages of spills that were not acknowledged for too long.
 
     The worker may read them later, when they hold something else, and write that under the old keys. So until its
@@ -244,7 +244,7 @@ def queue_cold_end(cache: DeviceCache) -> None:
             cache.spill_queue[node] = None
 
 
-def abandon(cache: DeviceCache) -> None:
+def end_all(cache: DeviceCache) -> None:
     """Ends the spills of a worker that is forgotten; changes nothing else in its cache."""
     for spill in cache.transfers.abandoned.values():
         _end_rows(cache, spill)

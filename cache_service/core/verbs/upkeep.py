@@ -65,7 +65,7 @@ def tick(cache: DeviceCache, now_ms: int) -> None:
         _mark(cache, node, 0)
     cache.spill_breaker.tick(now_ms)
     cache.fetch_breaker.tick(now_ms)
-    spilling.abandon_old(cache, now_ms)
+    spilling.abandon_overdue(cache, now_ms)
     fetching.note_late(cache, now_ms)
     renewal.tick(cache)
     if cache.config.spill is SpillPolicy.WRITE_BACK:
