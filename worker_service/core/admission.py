@@ -96,7 +96,9 @@ class Admission:
         for sequence in self._queues.waiting:
             if len(chosen) >= limit:
                 break
-            if siblings.hold(sequence):
+            holder = siblings.holder_of(sequence)
+            if holder is not None:
+                siblings.note_branch(sequence, holder)
                 num_held += 1
             elif sequence is self._refused or not room.take(Acquire, _acquire_bytes(sequence)):
                 break
@@ -121,8 +123,9 @@ class Admission:
     def _note_branches(self, siblings: Siblings, chosen: Collection[SequenceId]) -> None:
         if self._has_states:
             for sequence in islice(self._queues.waiting, LOOKAHEAD):
-                if sequence.sequence_id not in chosen:
-                    siblings.hold(sequence)
+                holder = siblings.holder_of(sequence) if sequence.sequence_id not in chosen else None
+                if holder is not None:
+                    siblings.note_branch(sequence, holder)
 
     def _acquire(self, sequence: Sequence, *, alone: bool) -> Acquire:
         """A sequence that runs alone asks for no reserve: with one, the longest prompt would never be admitted.

@@ -38,26 +38,29 @@ class Siblings:
         if self._to_publish(sequence, len(sequence.tokens) // self._page_tokens) >= self._min_pages:
             self._by_start.setdefault(self._start(sequence), []).append(sequence)
 
-    def hold(self, request: Sequence) -> bool:
-        """Returns whether to hold the request, and tells its sibling where they part.
+    def holder_of(self, request: Sequence) -> Sequence | None:
+        """Returns the sibling that the request should wait for; None: it need not wait.
 
-        The comparison with its holder is kept, so a held request is compared once.
+        The comparison is kept with the request, so a held one is compared once.
         """
         if request.request.bypass_cache:
-            return False
+            return None
         holder = request.held_by
         if holder is not None and holder.state in _ADMITTED:
             if self._is_worth_waiting(holder, request.held_pages):
-                return True
+                return holder
             request.held_by = None
         for sibling in self._by_start.get(self._start(request), ()):
             common = self._common_pages(request, sibling)
             if self._is_worth_waiting(sibling, common):
                 request.held_by, request.held_pages = sibling, common
-                if self._has_states:
-                    sibling.branches.add(common * self._page_tokens)
-                return True
-        return False
+                return sibling
+        return None
+
+    def note_branch(self, request: Sequence, holder: Sequence) -> None:
+        """Tells the holder of the request where they part, if it leaves snapshots."""
+        if self._has_states:
+            holder.branches.add(request.held_pages * self._page_tokens)
 
     def _is_worth_waiting(self, sibling: Sequence, common: int) -> bool:
         num_pages = self._to_publish(sibling, common)
