@@ -139,17 +139,17 @@ class Admission:
         return Acquire(
             sequence.sequence_id,
             sequence.namespace,
-            sequence.packed_tokens()[sequence.kept_len * TOKEN_BYTES :],
+            sequence.packed_tokens()[sequence.kept_prompt_len * TOKEN_BYTES :],
             0 if alone else min(config.reserve_pages, spare),
             first_chunk_limit(len(sequence.tokens), config),
             sequence.request.priority,
-            sequence.kept_len,
+            sequence.kept_prompt_len,
             sequence.request.bypass_cache,
             sequence.leave_at(),
         )
 
 
 def _acquire_bytes(sequence: Sequence) -> int:
-    num_sent = len(sequence.tokens) - sequence.kept_len
+    num_sent = len(sequence.tokens) - sequence.kept_prompt_len
     boundaries = BOUNDARY_BYTES * MAX_SNAPSHOT_BOUNDARIES
     return ITEM_BYTES + boundaries + name_bytes(sequence.namespace) + TOKEN_BYTES * num_sent

@@ -34,7 +34,7 @@ class Adoptions:
         self._pending = list(sequences)
         for sequence in self._pending:
             sequence.state = State.ADOPTING
-            sequence.known_len = len(sequence.tokens)
+            sequence.leased_len = len(sequence.tokens)
             sequence.published_len = sequence.granted_len = sequence.launched_len = sequence.computed_len
             sequence.num_refused_extends = 0
             sequence.restore = sequence.snapshots = sequence.written_snapshots = ()

@@ -20,7 +20,7 @@ class Recorder:
     def __init__(self, inventory: Inventory) -> None:
         self._inventory = inventory
         self._waiting: dict[SequenceId, Written] = {}  # published by the unanswered step
-        self.forgotten = 0  # number of the last Forget of this epoch
+        self.last_forget = 0  # number of the last Forget of this epoch
         self.confirmed = 0  # and of the last one that a step confirmed
 
     # -- what a step publishes --
@@ -108,7 +108,7 @@ class Recorder:
         """The service has a new state. These sequences have leases, and what they computed is not in doubt."""
         self.record_unanswered()
         self.computed(sequences)
-        self.forgotten = self.confirmed = 0
+        self.last_forget = self.confirmed = 0
 
     def computed(self, sequences: Iterable[Sequence]) -> None:
         """Records what these sequences have computed since the last publish, which no step will publish."""
@@ -125,14 +125,14 @@ class Recorder:
         for sequence_id, written in list(self._waiting.items()):
             if cleared is None or written.namespace in cleared:
                 del self._waiting[sequence_id]
-        self.forgotten = max(self.forgotten, forget.number)
+        self.last_forget = max(self.last_forget, forget.number)
 
     def take_confirmation(self) -> int:
         """Returns what a step has to confirm; 0: nothing new."""
-        if self.forgotten == self.confirmed:
+        if self.last_forget == self.confirmed:
             return 0
-        self.confirmed = self.forgotten
-        return self.forgotten
+        self.confirmed = self.last_forget
+        return self.last_forget
 
     def record_unanswered(self) -> None:
         """Records what was published, as it was written: no reply will say otherwise."""

@@ -25,7 +25,7 @@ class LaunchRow(NamedTuple):
     """A batch row's sequence, and which of its tokens the launch computes."""
 
     sequence_id: SequenceId
-    lease: int
+    lease_number: int
     first_token: int
     num_tokens: int
     samples: bool
@@ -116,9 +116,10 @@ class Launches:
         outputs: list[Output] = []
         for index, (row, sequence) in enumerate(zip(launch.rows, flight.sequences, strict=True)):
             tokens = next(runs) if row.samples else ()
+            has_that_lease = sequence.has_lease and sequence.lease_number == row.lease_number
             if index in failed_rows:
                 self._queues.finish(sequence, ReleaseReason.ABORTED, publishes=False)
-            elif sequence.leased and sequence.lease == row.lease and sequence.state is not State.FINISHED:
+            elif has_that_lease and sequence.state is not State.FINISHED:
                 outputs += self._advance(sequence, row, tokens)
         return tuple(outputs)
 
@@ -165,7 +166,7 @@ def _launch_row(row: Row) -> LaunchRow:
     sequence, first_token, num_tokens = row
     return LaunchRow(
         sequence.request.sequence_id,
-        sequence.lease,
+        sequence.lease_number,
         first_token,
         num_tokens,
         samples=first_token + num_tokens == len(sequence.tokens) + sequence.num_pending,

@@ -33,7 +33,8 @@ class Queues:
         self.waiting: list[Sequence] = []
         self.leased: list[Sequence] = []
         self.departures: dict[SequenceId, Departure] = {}
-        self.forgotten: list[SequenceId] = []  # ended while they waited; the cache service keeps their tokens
+        # Aborted while they waited, and the cache service keeps their tokens until it is told.
+        self.aborted_with_kept_prompt: list[SequenceId] = []
 
     def enqueue(self, sequence: Sequence) -> None:
         """Puts it at its place in the queue; a preempted sequence keeps its order, so it is near the head."""
@@ -48,8 +49,8 @@ class Queues:
         self.waiting = [sequence for sequence in self.waiting if sequence.state is State.WAITING]
 
     def admit(self, sequence: Sequence) -> None:
-        sequence.lease += 1
-        sequence.leased = True
+        sequence.lease_number += 1
+        sequence.has_lease = True
         insort(self.leased, sequence, key=_queue_order)
 
     def undoubted(self) -> list[Sequence]:
@@ -79,9 +80,9 @@ class Queues:
         """The request is over; a lease that it holds ends with the next step."""
         if sequence.state is State.WAITING:
             self.waiting.remove(sequence)
-            if sequence.kept_len:
-                self.forgotten.append(sequence.sequence_id)
+            if sequence.kept_prompt_len:
+                self.aborted_with_kept_prompt.append(sequence.sequence_id)
         sequence.state = State.FINISHED
         self.unfinished.pop(sequence.sequence_id, None)
-        if sequence.leased:
+        if sequence.has_lease:
             self.departures[sequence.sequence_id] = Departure(sequence, reason, publishes)

@@ -124,7 +124,7 @@ class Readmitter:
         self._restoration.end()
         self._steps.reset(welcome.last_step_id)
         self._queues.departures.clear()
-        self._queues.forgotten.clear()
+        self._queues.aborted_with_kept_prompt.clear()
         adopted: list[Sequence] = []
         for sequence in list(self._queues.leased):
             if self._is_adoptable(sequence) and len(adopted) < self._terms.config.max_num_seqs:
@@ -137,7 +137,7 @@ class Readmitter:
             if sequence.state is not State.FINISHED:
                 self._queues.enqueue(sequence)
         for sequence in self._queues.unfinished.values():
-            sequence.kept_len = 0
+            sequence.kept_prompt_len = 0
 
     def _is_adoptable(self, sequence: Sequence) -> bool:
         """Returns False after an adopt of it ended two sessions: then it is computed again."""

@@ -81,7 +81,7 @@ class ReplyHandler:
             failed += self._refuse(asked.pop(refusal.sequence_id, None), refusal)
         for left in asked.values():  # what the reply left out is refused
             failed += self._refuse(left, Refusal(left.sequence.sequence_id, RefusalReason.NO_ROOM, "unanswered"))
-            left.sequence.kept_len = 0
+            left.sequence.kept_prompt_len = 0
         preempt(self._queues)
         return Applied(tuple(fetches), tuple(failed))
 
@@ -101,7 +101,7 @@ class ReplyHandler:
 
     def _remap(self, remap: Remap) -> None:
         sequence = self._queues.unfinished.get(remap.sequence_id)
-        if sequence is not None and sequence.leased:
+        if sequence is not None and sequence.has_lease:
             place_pages(sequence.tables, remap.pages)
         self._admission.freed()
 
@@ -115,7 +115,7 @@ class ReplyHandler:
         self._recorder.granted(grant)
         if asked.ask is Ask.ACQUIRE:
             self._admission.granted()
-        if not sequence.leased:
+        if not sequence.has_lease:
             self._queues.admit(sequence)
         take_pages(sequence, grant)
         if asked.ask is Ask.REPLAN:
@@ -133,7 +133,7 @@ class ReplyHandler:
         if asked is None or asked.ask is Ask.EXTEND:
             return self._refuse_running(asked, refusal)
         sequence = asked.sequence
-        if sequence.leased:  # a replan or an adopt that is refused leaves no lease
+        if sequence.has_lease:  # a replan or an adopt that is refused leaves no lease
             self._queues.departures.pop(sequence.sequence_id, None)
             self._queues.lose_lease(sequence)
         if sequence.state is State.FINISHED:
@@ -142,7 +142,7 @@ class ReplyHandler:
             return (self._fail(sequence, refusal),)
         self._queues.enqueue(sequence)
         if asked.ask is not Ask.ADOPT:
-            sequence.kept_len = self._kept(sequence, refusal)
+            sequence.kept_prompt_len = self._kept(sequence, refusal)
         # A refused replan freed its own pages, and the step's releases came after it.
         if asked.ask is Ask.ACQUIRE and refusal.reason is RefusalReason.NO_ROOM:
             self._admission.refused(sequence)
@@ -191,7 +191,7 @@ def take_pages(sequence: Sequence, grant: Grant) -> None:
     usable = grant.usable_tokens
     sequence.start_len = sequence.computed_len = sequence.launched_len = sequence.published_len = usable
     sequence.in_prefill_until = len(sequence.tokens)
-    sequence.kept_len = sequence.num_rejected = 0
+    sequence.kept_prompt_len = sequence.num_rejected = 0
     sequence.restore, sequence.snapshots = grant.restore, grant.snapshots
     sequence.working, sequence.rolling = grant.working, grant.rolling
     if sequence.match is NO_MATCH:

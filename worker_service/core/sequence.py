@@ -89,7 +89,7 @@ class QueueOrder(NamedTuple):
 
 
 class Sequence:
-    """A request with its state. `lease` counts its leases, so that results of an earlier lease can be dropped."""
+    """A request with its state. `lease_number` counts its leases, so that results of an earlier one can be dropped."""
 
     __slots__ = (
         "branches",
@@ -100,14 +100,14 @@ class Sequence:
         "end_len",
         "fetched_tokens",
         "granted_len",
+        "has_lease",
         "held_by",
         "held_pages",
         "in_prefill_until",
-        "kept_len",
-        "known_len",
+        "kept_prompt_len",
         "launched_len",
-        "lease",
-        "leased",
+        "lease_number",
+        "leased_len",
         "match",
         "num_pending",
         "num_preemptions",
@@ -140,13 +140,13 @@ class Sequence:
         self.prompt_len = len(self.tokens)
         self.end_len = self.prompt_len + request.sampling.max_tokens  # its most tokens
         self.tables: list[array[int]] = [array("i") for _ in range(num_groups)]
-        self.lease = 0
-        self.leased = False
+        self.lease_number = 0
+        self.has_lease = False
         self.cached_tokens = self.fetched_tokens = self.computed_tokens = 0
         self.num_preemptions = 0
         self.num_rejected = 0  # steps with an acquire or an adopt of this sequence that ended their sessions
         self.match = NO_MATCH  # of the first grant
-        self.kept_len = 0  # leading tokens that the cache service keeps while there is no lease
+        self.kept_prompt_len = 0  # leading tokens that the cache service keeps while there is no lease
         self.held_by: Sequence | None = None
         self.held_pages = 0
         self.branches: set[int] = set()  # boundaries in tokens where requests that wait for it part from it
@@ -154,9 +154,9 @@ class Sequence:
 
     def forget_lease(self) -> None:
         """Resets what is computed to nothing; the tokens stay, generated ones included."""
-        self.leased = False
+        self.has_lease = False
         self.start_len = self.computed_len = self.launched_len = self.published_len = 0
-        self.known_len = 0  # tokens that the manager's lease keeps
+        self.leased_len = 0  # tokens that the cache service has of the lease
         self.in_prefill_until = 0
         self.num_pending = 0  # tokens that launches in flight sample: behind `tokens`, on the device only
         self.sample_index = 0  # which of the sampled rows of the last launch the pending token is

@@ -85,7 +85,7 @@ class StepBuilder:
         publishes = self._publishes(departing, room)
         releases = (*self._releases(departing), *self._forget_kept(room))
         preempted = self._end_leases(departing)
-        # Also while the request that waits asks again below: it is to get what is freed.
+        # Rows give pages back even if the refused request asks again in this step: the freed pages are for it.
         self._running_pages.begin_step(self._last_step_id + 1, lacks_pages=self._admission.lacks_pages)
         shrinks = self._running_pages.shrinks(room)
         frees = bool(shrinks) or self._frees(acks, publishes, departing)
@@ -166,11 +166,11 @@ class StepBuilder:
         fills_page = computed // self._page_tokens > sequence.published_len // self._page_tokens
         if not fills_page and not (sequence.restore and computed > sequence.start_len):
             return None
-        tokens = sequence.tokens[sequence.known_len : computed].tobytes()
+        tokens = sequence.tokens[sequence.leased_len : computed].tobytes()
         if not room.take(Publish, ITEM_BYTES + len(tokens)):
             return None
         self._recorder.published(sequence)
-        sequence.known_len = max(sequence.known_len, computed)
+        sequence.leased_len = max(sequence.leased_len, computed)
         sequence.published_len = computed
         sequence.restore = ()
         return Publish(sequence.sequence_id, tokens, computed)
@@ -188,16 +188,17 @@ class StepBuilder:
 
         The cache service drops their kept tokens.
         """
-        forgotten = self._queues.forgotten
-        self._queues.forgotten = [sequence_id for sequence_id in forgotten if not room.take(Release)]
-        num_taken = len(forgotten) - len(self._queues.forgotten)
-        return tuple(Release(sequence_id, ReleaseReason.ABORTED) for sequence_id in forgotten[:num_taken])
+        aborted = self._queues.aborted_with_kept_prompt
+        waiting = [sequence_id for sequence_id in aborted if not room.take(Release)]
+        self._queues.aborted_with_kept_prompt = waiting
+        now = aborted[: len(aborted) - len(waiting)]
+        return tuple(Release(sequence_id, ReleaseReason.ABORTED) for sequence_id in now)
 
     def _end_leases(self, departing: list[Departure]) -> list[Sequence]:
         """Ends these leases. Returns the preempted sequences, which queue again only after this step's acquires."""
         preempted = [d.sequence for d in departing if d.reason == ReleaseReason.PREEMPTED]
         for sequence in preempted:
-            sequence.kept_len = self._admission.keeps(sequence.known_len)
+            sequence.kept_prompt_len = self._admission.keeps(sequence.leased_len)
         for departure in departing:
             self._queues.end_lease(departure.sequence)
             self._forget_tickets(departure.sequence)
@@ -219,7 +220,7 @@ class StepBuilder:
         for sequence, _ in asking:
             length = first_chunk_limit(len(sequence.tokens), self._terms.config)
             self.asked[sequence.sequence_id] = Asked(sequence, Ask.ACQUIRE, length)
-            sequence.known_len = len(sequence.tokens)
+            sequence.leased_len = len(sequence.tokens)
         return tuple(acquire for _, acquire in asking)
 
     def _adopts(self) -> tuple[Adopt, ...]:
