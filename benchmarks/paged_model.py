@@ -16,7 +16,7 @@ from session.words import GroupKind, PageId, StateSlot
 from worker_service.core.batch import Batch, build_batch
 from worker_service.core.launch_plan import Row
 from worker_service.core.sampling_params import SamplingParams
-from worker_service.core.sequence import NO_SLOT
+from worker_service.core.sequence import NO_PENALTY_SLOT
 from worker_service.core.sequence import Sequence as CoreSequence
 from worker_service.gpu.page_pools import PagePools
 from worker_service.model.config import parse_model_spec
@@ -45,7 +45,7 @@ class PagedTokens:
     num_pending: int = 0
     sample_index: int = 0
     prompt_len: int = 0
-    penalty_slot: int = NO_SLOT
+    penalty_slot: int = NO_PENALTY_SLOT
     counted_len: int = -1
     start_len: int = 0
     working: tuple[StateSlot, ...] = ()

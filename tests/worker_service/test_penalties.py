@@ -22,7 +22,7 @@ from worker_service.core.batch import Batch
 from worker_service.core.penalty_slots import PenaltySlots
 from worker_service.core.sampling_params import SamplingParams
 from worker_service.core.scheduler_config import SchedulerConfig
-from worker_service.core.sequence import NO_SLOT, QueueOrder, Request, State
+from worker_service.core.sequence import NO_PENALTY_SLOT, QueueOrder, Request, State
 from worker_service.core.sequence import Sequence as CoreSequence
 from worker_service.model.penalty_counts import PenaltyCounts
 from worker_service.model.sampling_arrays import sampling_arrays
@@ -152,12 +152,12 @@ def test_a_slot_is_kept_until_its_sequence_ends_or_loses_its_lease() -> None:
     first, second, third, fourth = penalised
     for entry in (plain, first, second, first):
         slots.assign(entry)
-    assert [plain.penalty_slot, first.penalty_slot, second.penalty_slot] == [NO_SLOT, 0, 1]
+    assert [plain.penalty_slot, first.penalty_slot, second.penalty_slot] == [NO_PENALTY_SLOT, 0, 1]
     first.state = State.FINISHED
     slots.assign(third)
     assert third.penalty_slot == 0
     second.forget_lease()
-    assert (second.penalty_slot, second.counted_len) == (NO_SLOT, -1)
+    assert (second.penalty_slot, second.counted_len) == (NO_PENALTY_SLOT, -1)
     slots.assign(fourth)
     assert fourth.penalty_slot == 1
     third.state = State.FINISHED

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from worker_service.core.sequence import NO_SLOT, Sequence, State
+from worker_service.core.sequence import NO_PENALTY_SLOT, Sequence, State
 
 
 class PenaltySlots:
@@ -13,7 +13,7 @@ class PenaltySlots:
 
     def assign(self, sequence: Sequence) -> None:
         """Gives a sequence with penalties a slot, unless it has one."""
-        if sequence.penalty_slot != NO_SLOT or not sequence.sampling.has_penalties:
+        if sequence.penalty_slot != NO_PENALTY_SLOT or not sequence.sampling.has_penalties:
             return
         slot = next(slot for slot, holder in enumerate(self._holders) if _is_free(slot, holder))
         self._holders[slot] = sequence

@@ -21,7 +21,7 @@ from session.words import NO_PAGE, GroupPages, Match, MissReason, Namespace, Seq
 from worker_service.core.sampling_params import SamplingParams
 
 # Of a sequence whose tokens the device does not count.
-NO_SLOT = -1
+NO_PENALTY_SLOT = -1
 NO_MATCH = Match(0, 0, 0, "", MissReason.UNSPECIFIED)
 
 
@@ -165,7 +165,7 @@ class Sequence:
         self.granted_len = 0
         self.branches.clear()
         self.num_refused_extends = 0
-        self.penalty_slot = NO_SLOT
+        self.penalty_slot = NO_PENALTY_SLOT
         # Tokens counted in the slot by the launches so far; -1: none, the slot was another sequence's.
         self.counted_len = -1
         self.restore: tuple[StateSlot, ...] = ()

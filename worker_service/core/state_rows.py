@@ -17,7 +17,7 @@ from session.words import GroupKind, GroupSpec, StateSlot
 from worker_service.core.launch_plan import Row
 
 # No slot: slots of a pool count from 1.
-NO_SLOT = 0
+NO_STATE_SLOT = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +69,13 @@ def _of_group(rows: Seq[Row], num_decode_seqs: int, group: int, page_tokens: int
         if slot.group == group and row.first_token < slot.boundary_tokens <= row.end
     ]
     decoded = [
-        NO_SLOT if row.end % page_tokens else _slot(row.sequence.rolling, group) for row in rows[:num_decode_seqs]
+        NO_STATE_SLOT if row.end % page_tokens else _slot(row.sequence.rolling, group) for row in rows[:num_decode_seqs]
     ]
     return StateRows(
         working=array("i", [_slot(row.sequence.working, group) for row in rows]),
-        restore=array("i", [_slot(row.sequence.restore, group) if _resumes(row) else NO_SLOT for row in rows]),
+        restore=array("i", [_slot(row.sequence.restore, group) if _resumes(row) else NO_STATE_SLOT for row in rows]),
         fresh=array("i", [row.first_token == 0 for row in rows]),
-        rolling=array("i", [*decoded, *(NO_SLOT for _ in rows[num_decode_seqs:])]),
+        rolling=array("i", [*decoded, *(NO_STATE_SLOT for _ in rows[num_decode_seqs:])]),
         leave_row=array("i", [row for row, _, _ in left]),
         leave_tokens=array("i", [tokens for _, tokens, _ in left]),
         leave_slot=array("i", [slot for _, _, slot in left]),
@@ -88,4 +88,4 @@ def _resumes(row: Row) -> bool:
 
 
 def _slot(slots: Seq[StateSlot], group: int) -> int:
-    return next((slot.slot for slot in slots if slot.group == group), NO_SLOT)
+    return next((slot.slot for slot in slots if slot.group == group), NO_STATE_SLOT)

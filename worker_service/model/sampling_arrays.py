@@ -8,7 +8,7 @@ from functools import cache, lru_cache
 
 from kernels.sample_tokens import SamplingTensors
 from worker_service.core.batch import SampledRow
-from worker_service.core.sequence import NO_SLOT
+from worker_service.core.sequence import NO_PENALTY_SLOT
 from worker_service.model.staging import HostArray
 
 # Below it the best token's probability rounds to 1 anyway, and dividing by it could overflow.
@@ -32,7 +32,7 @@ def sampling_arrays(sampled: Seq[SampledRow]) -> tuple[HostArray, ...]:
         return greedy_arrays(len(sampled))
     params = [row.sampling for row in sampled]
     keys = [row_key(p.seed, row.position) if p.temperature else (0, 0) for row, p in zip(sampled, params, strict=True)]
-    slots = [NO_SLOT if row.counted is None else row.counted.slot for row in sampled]
+    slots = [NO_PENALTY_SLOT if row.counted is None else row.counted.slot for row in sampled]
     return (
         array("f", [p.temperature if p.temperature >= LEAST_TEMPERATURE else 0.0 for p in params]),
         array("i", [p.top_k for p in params]),
@@ -50,7 +50,7 @@ def sampling_arrays(sampled: Seq[SampledRow]) -> tuple[HostArray, ...]:
 @cache
 def greedy_arrays(size: int) -> tuple[HostArray, ...]:
     """Returns most launches' arrays, made once for each number of rows, and never written to."""
-    off = {"top_k": ("i", 0), "top_p": ("f", 1.0), "repetition": ("f", 1.0), "slots": ("i", NO_SLOT)}
+    off = {"top_k": ("i", 0), "top_p": ("f", 1.0), "repetition": ("f", 1.0), "slots": ("i", NO_PENALTY_SLOT)}
     off |= {"key_low": ("q", 0), "key_high": ("q", 0)}
     kinds = [off.get(name, ("f", 0.0)) for name in SamplingTensors._fields]
     return tuple(array(kind, [value]) * size for kind, value in kinds)

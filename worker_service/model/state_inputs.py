@@ -10,7 +10,7 @@ import torch
 
 from kernels.state_slots import StateSlots
 from worker_service.core.batch import Batch
-from worker_service.core.state_rows import NO_SLOT
+from worker_service.core.state_rows import NO_STATE_SLOT
 from worker_service.model.staging import HostArray, HostView, padded, put
 
 # Of StateSlots, those with an entry for each row; the others have one for each snapshot.
@@ -73,9 +73,9 @@ def padding_arrays(num_groups: int, num_rows: int, num_leaves: int) -> list[Host
     """Returns arrays of fixed sizes that name no slot, for that many STATE groups; of none nothing."""
     if not num_groups:
         return []
-    group = [array("i", (NO_SLOT,)) * num_rows for _ in ROW_FIELDS]
+    group = [array("i", (NO_STATE_SLOT,)) * num_rows for _ in ROW_FIELDS]
     # Of what is left nowhere, the row and the tokens are 0.
-    group += [array("i", (value,)) * num_leaves for value in (0, 0, NO_SLOT)]
+    group += [array("i", (value,)) * num_leaves for value in (0, 0, NO_STATE_SLOT)]
     return [array("i", (0,)) * (num_rows + 1), *group * num_groups]
 
 
