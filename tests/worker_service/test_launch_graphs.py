@@ -176,7 +176,7 @@ def test_a_launch_gets_the_smallest_graph_that_gives_its_logits(one_phase: bool,
     graphs = LaunchGraphs(never, LastTokens(12, cpu), GraphLimits(4, 512, 256, PAGE, 1, 8, one_phase), cpu)
     decoding = [bench.sequence(random_tokens(9, seed), [seed]) for seed in (1, 2, 3)]
     prompt = bench.sequence(random_tokens(70, 4), range(4, 10))
-    long = bench.sequence(random_tokens(300, 5), range(10, 30))
+    long = bench.sequence(random_tokens(SHORT_KEYS + 44, 5), range(10, 11 + (SHORT_KEYS + 44) // PAGE))
     rows = [Part(entry, 8, 9) for entry in decoding]
 
     def sizes(*parts: Part) -> tuple[int, int] | None:
@@ -188,8 +188,8 @@ def test_a_launch_gets_the_smallest_graph_that_gives_its_logits(one_phase: bool,
         return bucket and bucket.num_prompts
 
     assert num_prompts(Part(prompt, 0, 16)) == num_prompts(Part(prompt, 0, 33)) == 4
-    assert [num_prompts(Part(long, begin, begin + 16)) for begin in (240, 241)] == [4, 1]
-    assert num_prompts(Part(long, 290, 300), Part(decoding[0], 0, 7)) == 4
+    assert [num_prompts(Part(long, end - 16, end)) for end in (SHORT_KEYS, SHORT_KEYS + 1)] == [4, 1]
+    assert num_prompts(Part(long, SHORT_KEYS + 34, SHORT_KEYS + 44), Part(decoding[0], 0, 7)) == 4
     assert sizes(*rows) == ((0, 4) if one_phase else (4, 0))
     assert sizes(rows[0]) == ((0, 1) if one_phase else (1, 0))
     assert sizes(Part(prompt, 0, 70)) == (0, 80)
