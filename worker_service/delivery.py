@@ -21,7 +21,7 @@ from worker_service.observer import Observer
 
 # Up to this number of streams, each gets a message for every token.
 UNPACED_STREAMS = 64
-# With more streams: the messages a second of all of them beyond that number.
+# With more streams each waits (num_streams - UNPACED_STREAMS) / MESSAGES_PER_S between two messages.
 MESSAGES_PER_S = 3000.0
 
 

@@ -16,7 +16,7 @@ from worker_service.core.errors import StepRejected
 
 
 class PoolCheck:
-    """`max_pages` bounds a block table, in pages of one sequence."""
+    """`take_limit` bounds a block table: the pages of one sequence."""
 
     def __init__(self, groups: Sequence[GroupSpec], page_tokens: int) -> None:
         self.groups = groups

@@ -18,7 +18,8 @@ class Ask(Enum):
 class Asked(NamedTuple):
     """`length` is the number of tokens that the sequence has room for once this is granted.
 
-    An acquire's usable tokens come on top. `is_ahead`: an extend that asks for more than the next launch needs.
+    Usable tokens of an acquire or a replan come on top. `is_ahead`: an extend that asks for more than the next launch
+    needs.
     """
 
     sequence: Sequence

@@ -48,8 +48,8 @@ class Batch:
     """Arrays are 'i' (int32) but for slot_mapping, which is 'q' (int64).
 
     token_ids, positions     one entry for each computed token
-    from_previous            one entry for each of the first tokens, or none: which sampled row of the launch before has
-                             this token, which the host does not know yet; -1: token_ids has it
+    from_previous            one entry for each decode row, or empty: which sampled row of the launch before has the
+                             row's token, which the host does not know yet; -1: token_ids has it
     slot_mapping[group]      one entry for each computed token; empty for a STATE group
     block_tables[group]      num_seqs rows of `table_widths[group]` page ids, padded by NO_PAGE; empty for a STATE group
     cu_seqlens_q, _k         num_seqs + 1 running sums; k counts what was there before and what is new

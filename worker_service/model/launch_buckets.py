@@ -15,7 +15,7 @@ BATCH_STEP = 8
 WIDE_FROM = 64
 WIDE_STEP = 32
 # Tokens of prompts: sizes lie close together, since padding rows are computed as well: 600 tokens of an 8B model take
-# an H200 0.33 ms less in 608 rows than in 640. From 512 on a size is a 16th above the one before. What is not captured
+# an H200 0.33 ms less in 608 rows than in 640. From 512 on there are 16 sizes for each doubling. What is not captured
 # takes the host up to 47 ms, whatever its size; the device computes 2,048 tokens in 48.
 LEAST_PROMPT_TOKENS = 16
 WIDE_PROMPT_TOKENS, WIDE_PROMPT_STEP = 128, 32
@@ -154,7 +154,7 @@ def chosen_keys(most: int) -> tuple[int, ...]:
 
 
 def buckets(limits: GraphLimits) -> tuple[Bucket, ...]:
-    """Every graph's shape, the smallest first; of the same size what holds fewer launches."""
+    """Returns every graph's shape, the smallest first; of equal num_rows the more specific bucket first."""
     if limits.one_phase:
         found = [*_prompts(limits), *(Bucket(0, size, size, 0) for size in batch_sizes(limits.max_num_seqs))]
     else:
@@ -194,9 +194,10 @@ def _mixed(limits: GraphLimits) -> Iterator[Bucket]:
 
 
 def _one_or_more(limits: GraphLimits, bucket: Bucket) -> Iterator[Bucket]:
-    """A bucket of prompts; before it the same for short ones and for a single one, where that is computed another way.
+    """Yields the bucket.
 
-    Latents' prompts are not, and layers with states have few that are.
+    For 16 and 32 tokens two more buckets come first: prompts with at most SHORT_KEYS keys, and one single prompt, whose
+    attention shares keys among programs. Not for latents or models with states, which gain little or nothing.
     """
     is_plain = not limits.max_prompt_keys and not any(limits.has_states)
     if is_plain and bucket.prompt_tokens in SINGLE_TOKENS and bucket.num_prompts > 1:
