@@ -30,12 +30,13 @@ from kernels.graph_capture import graph_capture
 from kernels.rotate_append_kv import RotatedQueries
 from worker_service.config import KV_DTYPES
 from worker_service.core.batch import Batch
+from worker_service.core.runner_port import LaunchTokens
 from worker_service.model.attention import PagedHeads
 from worker_service.model.attention_specs import AttentionSpec
 from worker_service.model.device import pick_page_dtype, prepare_process
 from worker_service.model.gemm_dispatch import Invariance
 from worker_service.model.kv_scales import NO_SCALES, KvScales
-from worker_service.model.runner import LaunchResult, RunnerLimits
+from worker_service.model.runner import RunnerLimits
 
 KINDS = tuple(kind.value for kind in Invariance)
 DEVICE = torch.device("cuda", 0)
@@ -132,7 +133,7 @@ class Bench:
             "over_cold": warm / cold,
         }
 
-    def _check_same(self, cold: Iterable[LaunchResult], warm: LaunchResult) -> None:
+    def _check_same(self, cold: Iterable[LaunchTokens], warm: LaunchTokens) -> None:
         tokens = tuple(token for result in cold for token in result.token_ids)
         same = sum(one == other for one, other in zip(tokens, warm.token_ids, strict=True))
         assert same == len(tokens) or self.runner_is_fast, f"{same} of {len(tokens)} cached prompts gave the cold token"

@@ -12,7 +12,6 @@ from array import array
 from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from session.messages import Ack, Step, StepReply, Welcome
 from session.words import GroupKind, GroupSpec, Namespace, Transfer, TransferStatus
@@ -20,6 +19,7 @@ from tests.worker_service.audited_manager import WORKER, AuditedManager
 from tests.worker_service.serial_runner import SerialRunner
 from worker_service.core.batch import Batch
 from worker_service.core.errors import SessionLost
+from worker_service.core.runner_port import LaunchTokens
 from worker_service.core.sampling_params import SamplingParams
 from worker_service.core.scheduler import Scheduler
 from worker_service.core.scheduler_config import SchedulerConfig
@@ -51,11 +51,6 @@ def reference(prompt: Sequence[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-class ToyTokens(NamedTuple):
-    token_ids: tuple[int, ...]
-    logprobs: tuple[None, ...]
-
-
 @dataclass
 class ToyRunner:
     """`gate`, when set, holds each launch until it is opened; `fail_when` makes a launch raise."""
@@ -67,7 +62,7 @@ class ToyRunner:
     num_launches: int = 0
     num_tokens: int = 0
 
-    def run(self, batch: Batch) -> ToyTokens:
+    def run(self, batch: Batch) -> LaunchTokens:
         self.entered.set()
         if self.gate is not None:
             assert self.gate.wait(30), "the gate was never opened"
@@ -78,7 +73,7 @@ class ToyRunner:
         if self.fail_when(batch):
             raise RuntimeError("out of luck")
         tokens = tuple(next_token(self._keys(batch, entry.row)) for entry in batch.sampled)
-        return ToyTokens(tokens, (None,) * len(tokens))
+        return LaunchTokens(tokens, (None,) * len(tokens))
 
     def _keys(self, batch: Batch, row: int) -> list[int]:
         length = batch.cu_seqlens_k[row + 1] - batch.cu_seqlens_k[row]

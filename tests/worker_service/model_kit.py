@@ -17,6 +17,7 @@ from session.words import GroupKind, PageId, StateSlot
 from tests.worker_service.state_models import EXPERTS, STATE_MODELS
 from worker_service.core.batch import Batch, SampledRow, build_batch
 from worker_service.core.launch_plan import Row
+from worker_service.core.runner_port import LaunchTokens
 from worker_service.core.sampling_params import SamplingParams
 from worker_service.core.sequence import Sequence as CoreSequence
 from worker_service.gpu.group_layout import GroupLayout
@@ -25,7 +26,7 @@ from worker_service.model.config import read_model_spec
 from worker_service.model.decoder import Decoder
 from worker_service.model.page_layouts import page_layouts
 from worker_service.model.recurrent_specs import GatedDeltaSpec, KimiDeltaSpec, Mamba2Spec
-from worker_service.model.runner import LaunchResult, Runner, RunnerLimits
+from worker_service.model.runner import Runner, RunnerLimits
 from worker_service.model.spec import STATE_PAGE_TOKENS, ModelSpec
 from worker_service.model.weight_formats import ExpertFormat
 from worker_service.model.weights import open_weights
@@ -383,7 +384,7 @@ class Bench:
         decode = sum(part.end - part.first == 1 for part in parts) if num_decode is None else num_decode
         return build_batch(rows, decode, self.pages.specs(), self.page)
 
-    def run(self, *parts: Part) -> LaunchResult:
+    def run(self, *parts: Part) -> LaunchTokens:
         return self.runner.run(self.batch(*parts))
 
     def all_logits(self, *parts: Part, num_decode: int | None = None) -> torch.Tensor:

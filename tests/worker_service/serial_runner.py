@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from worker_service.core.batch import Batch
 from worker_service.core.batch_part import with_known_tokens
-from worker_service.launch.runner_port import Completed, LaunchTokens, Submitted
+from worker_service.core.runner_port import Completed, LaunchTokens, Submitted
 
 
 class SerialRunner:

@@ -17,19 +17,14 @@ from worker_service.core.batch import Batch
 from worker_service.core.batch_part import with_known_tokens
 from worker_service.core.errors import DeviceLost
 from worker_service.core.launches import Launch
+from worker_service.core.runner_port import Completed, LaunchTokens
 from worker_service.core.sampling_params import SamplingParams
 from worker_service.core.scheduler import Scheduler
 from worker_service.core.scheduler_config import SchedulerConfig
 from worker_service.core.sequence import Request
 from worker_service.launch.launcher import EndedLaunch, Launcher
-from worker_service.launch.runner_port import Completed
 
 PAGE = 4
-
-
-class Tokens(NamedTuple):
-    token_ids: tuple[int, ...]
-    logprobs: tuple[None, ...]
 
 
 @dataclass
@@ -49,7 +44,7 @@ class Device:
         known = with_known_tokens(batch, self.previous)
         tokens = tuple(known.token_ids[known.logits_rows[at]] + 1 for at in range(len(known.sampled)))
         self.previous = tokens
-        return Handle(self, Tokens(tokens, (None,) * len(tokens)), self.fail_wait(batch))
+        return Handle(self, LaunchTokens(tokens, (None,) * len(tokens)), self.fail_wait(batch))
 
     def set_previous(self, token_ids: Sequence[int]) -> None:
         self.previous = token_ids
@@ -57,7 +52,7 @@ class Device:
 
 class Handle(NamedTuple):
     device: Device
-    tokens: Tokens
+    tokens: LaunchTokens
     fails: bool
 
     def wait(self) -> Completed:
@@ -71,7 +66,7 @@ class Handle(NamedTuple):
 class TwoBuffers(Device):
     """Its results lie in one of two buffers until they are read, as in model/staging.py."""
 
-    buffers: list[Tokens] = field(default_factory=lambda: [Tokens((), ())] * 2)
+    buffers: list[LaunchTokens] = field(default_factory=lambda: [LaunchTokens((), ())] * 2)
     num_started: int = 0
 
     def submit(self, batch: Batch) -> BufferHandle:  # type: ignore[override]

@@ -15,11 +15,12 @@ import torch
 
 from kernels.sample_tokens import SamplingTensors, sample_tokens
 from session.words import Namespace, SequenceId
-from tests.worker_service.engine_harness import VOCAB, ToyRunner, ToyTokens, collect, mark_of, running_engine
+from tests.worker_service.engine_harness import VOCAB, ToyRunner, collect, mark_of, running_engine
 from tests.worker_service.model_kit import CPU
 from tests.worker_service.scheduler_machine import Machine, full_group, packed
 from worker_service.core.batch import Batch
 from worker_service.core.penalty_slots import PenaltySlots
+from worker_service.core.runner_port import LaunchTokens
 from worker_service.core.sampling_params import SamplingParams
 from worker_service.core.scheduler_config import SchedulerConfig
 from worker_service.core.sequence import NO_PENALTY_SLOT, QueueOrder, Request, State
@@ -56,14 +57,14 @@ class CountingRunner(ToyRunner):
         self.counts = PenaltyCounts(NUM_SLOTS, VOCAB, CPU)
         self.num_recounts = 0
 
-    def run(self, batch: Batch) -> ToyTokens:
+    def run(self, batch: Batch) -> LaunchTokens:
         self.num_launches += 1
         for token, slot in zip(batch.token_ids, batch.slot_mapping[0], strict=True):
             self.memory[slot] = token
         tokens = self.sampled(batch) if batch.sampled else ()
         if self.fail_when(batch):
             raise RuntimeError("out of luck")
-        return ToyTokens(tokens, (None,) * len(tokens))
+        return LaunchTokens(tokens, (None,) * len(tokens))
 
     def sampled(self, batch: Batch) -> tuple[int, ...]:
         self.num_recounts += sum(row.counted is not None and row.counted.tokens is not None for row in batch.sampled)

@@ -16,6 +16,7 @@ from worker_service.core.batch import Batch, build_batch
 from worker_service.core.batch_part import part_of
 from worker_service.core.errors import DeviceLost
 from worker_service.core.launch_plan import Row
+from worker_service.core.runner_port import LaunchTokens
 from worker_service.core.sampling_params import (
     MAX_FP32,
     MAX_INT32,
@@ -27,8 +28,6 @@ from worker_service.core.sampling_params import (
 )
 from worker_service.launch.device_runner import DeviceRunner
 from worker_service.launch.row_faults import MAX_RUNS, RowResults, run_in_parts
-from worker_service.launch.runner_port import LaunchTokens
-from worker_service.model.runner import LaunchResult
 from worker_service.model.sampling_arrays import sampling_arrays
 
 GROUPS = (full_group(1000),)
@@ -41,10 +40,10 @@ def batch_of(num_decode: int, chunks: int) -> Batch:
     return build_batch(rows, num_decode, GROUPS, 4)
 
 
-def answer(batch: Batch) -> LaunchResult:
+def answer(batch: Batch) -> LaunchTokens:
     """A row's token is its first page, so a part that names other pages gives other tokens."""
     pages = [batch.block_tables[0][entry.row * batch.table_widths[0]] for entry in batch.sampled]
-    return LaunchResult(tuple(pages), tuple(TokenLogprobs(float(page), ()) for page in pages))
+    return LaunchTokens(tuple(pages), tuple(TokenLogprobs(float(page), ()) for page in pages))
 
 
 def run_rows(run: Callable[[Batch], LaunchTokens], batch: Batch, *, may_repeat: bool = True) -> RowResults | None:
@@ -65,7 +64,7 @@ class Faulty:
         self.bad_pages = bad_pages
         self.num_runs = 0
 
-    def run(self, batch: Batch) -> LaunchResult:
+    def run(self, batch: Batch) -> LaunchTokens:
         self.num_runs += 1
         firsts = set(batch.block_tables[0][:: batch.table_widths[0]])
         if firsts & self.bad_pages:
@@ -180,7 +179,7 @@ class _Raising:
     def __init__(self, error: Exception) -> None:
         self.error = error
 
-    def run(self, batch: Batch) -> LaunchResult:
+    def run(self, batch: Batch) -> LaunchTokens:
         raise self.error
 
 
@@ -201,7 +200,7 @@ def test_what_did_not_fit_into_memory_is_given_back_and_run_in_halves() -> None:
     device = Device(torch.OutOfMemoryError("too large"), is_alive=True)
 
     class Small:
-        def run(self, batch: Batch) -> LaunchResult:
+        def run(self, batch: Batch) -> LaunchTokens:
             if batch.num_seqs > 2:
                 raise torch.OutOfMemoryError("too large")
             return answer(batch)

@@ -11,7 +11,7 @@ import torch
 
 from worker_service.core.batch import Batch
 from worker_service.core.errors import DeviceLost
-from worker_service.launch.runner_port import BatchRunner, Completed, Submitted
+from worker_service.core.runner_port import BatchRunner, Completed, Submitted
 
 
 class DeviceRunner:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 from worker_service.core.batch import Batch
 from worker_service.core.batch_part import part_of
 from worker_service.core.errors import DeviceLost
+from worker_service.core.runner_port import LaunchTokens
 from worker_service.core.sampling_params import TokenLogprobs
-from worker_service.launch.runner_port import LaunchTokens
 
 # Launches for one batch, the first one included. One bad row of 64 takes 13, two take up to 25.
 MAX_RUNS = 32

@@ -1,53 +1,5 @@
-"""What the launcher asks of a runner: submit a batch, wait for its tokens."""
+"""The runner's port is worker_service/core/runner_port.py; launcher.py still names it here."""
 
-from __future__ import annotations
+from worker_service.core.runner_port import BatchRunner, DeviceTimes, LaunchTokens, Submitted
 
-from collections.abc import Sequence as Seq
-from typing import NamedTuple, Protocol
-
-from worker_service.core.batch import Batch
-from worker_service.core.sampling_params import TokenLogprobs
-
-
-class DeviceTimes(NamedTuple):
-    """What the device itself measured of a launch, in seconds; `idle_s` is what passed since the launch before it."""
-
-    busy_s: float
-    idle_s: float
-
-
-class LaunchTokens(Protocol):
-    """One entry for each sampled row of the batch."""
-
-    @property
-    def token_ids(self) -> tuple[int, ...]: ...
-
-    @property
-    def logprobs(self) -> tuple[TokenLogprobs | None, ...]: ...
-
-
-class Completed(NamedTuple):
-    """A launch's tokens; `times` is None where the device has no clock."""
-
-    tokens: LaunchTokens
-    times: DeviceTimes | None = None
-
-
-class Submitted(Protocol):
-    """A launch that the device works on, or has queued."""
-
-    def wait(self) -> Completed:
-        """Returns when the launch is complete; called once, from another thread than `submit`."""
-        ...
-
-
-class BatchRunner(Protocol):
-    """Launches run one after another, in the order of their submission. `submit` is called from one thread."""
-
-    def submit(self, batch: Batch) -> Submitted:
-        """Starts a launch. Its `from_previous` names rows of the launch submitted before, also a failed one's."""
-        ...
-
-    def set_previous(self, token_ids: Seq[int]) -> None:
-        """Sets the tokens that the next batch's `from_previous` names; after a launch that was run in parts."""
-        ...
+__all__ = ["BatchRunner", "DeviceTimes", "LaunchTokens", "Submitted"]

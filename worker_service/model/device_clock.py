@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from worker_service.launch.runner_port import DeviceTimes
+from worker_service.core.runner_port import DeviceTimes
 
 # Events are used again after this many launches: more than can be in flight, and the one before them.
 NUM_EVENTS = 8

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
 from kernels.backend import Backend
 from kernels.top_logprobs import top_logprobs
 from worker_service.core.batch import SampledRow
+from worker_service.core.runner_port import LaunchTokens
 from worker_service.core.sampling_params import TokenLogprobs
-
-
-class LaunchResult(NamedTuple):
-    """One entry for each of the batch's `sampled` rows, in that order; logprobs are None for rows that did not ask."""
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs | None, ...]
 
 
 def joined(tokens: torch.Tensor, logits: torch.Tensor, num_logprobs: int, backend: Backend) -> torch.Tensor:
@@ -32,11 +25,11 @@ def joined(tokens: torch.Tensor, logits: torch.Tensor, num_logprobs: int, backen
     return torch.cat((tokens, *values))
 
 
-def unjoined(values: torch.Tensor, sampled: Sequence[SampledRow], num_logprobs: int) -> LaunchResult:
+def unjoined(values: torch.Tensor, sampled: Sequence[SampledRow], num_logprobs: int) -> LaunchTokens:
     rows = len(sampled)
     token_ids = tuple(values[:rows].tolist())
     if num_logprobs < 0:
-        return LaunchResult(token_ids, (None,) * rows)
+        return LaunchTokens(token_ids, (None,) * rows)
     chosen = values[rows : 2 * rows].view(torch.float32).tolist()
     tops = values[2 * rows :].view(2, rows, -1) if num_logprobs else values.new_empty(2, rows, 0)
     top_ids, top_logprobs = tops[0].tolist(), tops[1].view(torch.float32).tolist()
@@ -44,7 +37,7 @@ def unjoined(values: torch.Tensor, sampled: Sequence[SampledRow], num_logprobs: 
         _row_logprobs(entry.sampling.logprobs, *row)
         for entry, *row in zip(sampled, chosen, top_ids, top_logprobs, strict=True)
     )
-    return LaunchResult(token_ids, logprobs)
+    return LaunchTokens(token_ids, logprobs)
 
 
 def _row_logprobs(wanted: int | None, sampled: float, ids: list[int], values: list[float]) -> TokenLogprobs | None:

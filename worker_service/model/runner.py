@@ -16,8 +16,8 @@ from kernels.mla.plan import CHUNK_TOKENS
 from kernels.sample_tokens import SamplingTensors, sample_tokens
 from session.words import GroupKind
 from worker_service.core.batch import Batch, SampledRow
+from worker_service.core.runner_port import Completed, LaunchTokens
 from worker_service.gpu.page_pools import PagePools
-from worker_service.launch.runner_port import Completed
 from worker_service.model.attention import AttentionPlans
 from worker_service.model.compressed_attention import CompressedPlans
 from worker_service.model.decoder import Decoder
@@ -38,13 +38,11 @@ from worker_service.model.launch_graphs import (
 from worker_service.model.launch_inputs import LaunchInputs
 from worker_service.model.launch_states import LaunchStates
 from worker_service.model.penalty_counts import PenaltyCounts
-from worker_service.model.results import LaunchResult, joined, unjoined
+from worker_service.model.results import joined, unjoined
 from worker_service.model.sampling_arrays import most_logprobs, sampling_arrays
 from worker_service.model.sparse_attention import SparsePlans
 from worker_service.model.staging import Download, Downloaded, Upload, padded
 from worker_service.model.state_inputs import state_arrays, state_inputs
-
-__all__ = ["LaunchResult", "Runner", "RunnerLimits", "RunningLaunch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +121,9 @@ class Runner:
             with torch.inference_mode():
                 self._graphs = self._captured_graphs(limits, device)
 
-    def run(self, batch: Batch) -> LaunchResult:
+    def run(self, batch: Batch) -> LaunchTokens:
         """Runs one launch alone."""
-        result = self.submit(batch).wait().tokens
-        assert isinstance(result, LaunchResult)
-        return result
+        return self.submit(batch).wait().tokens
 
     def submit(self, batch: Batch) -> RunningLaunch:
         num_logprobs = most_logprobs(batch.sampled)
