@@ -27,7 +27,7 @@ class FewRows:
         # Of each row of a tile: its largest score, the factor of what came before, and the sum of its weights.
         self.rows = tuple(floats(SLOTS, 64) for _ in range(3))
         self._weights = torch.empty(SLOTS, 64, KEY_TILE, dtype=torch.bfloat16, device=device)
-        # Between rounds: the rows' largest scores, twice, and the sums of their values and weights.
+        # Between rounds: the rows' bases, of this round and the one before, and the sums of their values and weights.
         self.states = (
             floats(MOST_ROW_TILES, 2, 64),
             floats(MOST_ROW_TILES, 64, dim),

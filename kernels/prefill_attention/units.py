@@ -1,4 +1,4 @@
-"""Units of a prefill step, segments of its tiles as works of their own, and room for what their programs hand over."""
+"""Units of a prefill step, which are segments of its tiles, and the memory in which programs hand their states on."""
 
 import torch
 

@@ -35,6 +35,7 @@ CASES: dict[str, dict[str, object]] = {
     "window": {"WINDOW": 300},
     "window, dim 256": {"WINDOW": 300, "DIM": 256, "D": 256, "BN": 64, "STAGES": 2, "Q_REGISTERS": False},
     "fp8": {"SCALES": True, "STAGES": 2, "Q_REGISTERS": False},
+    "fp8, small pages": {"PAGE": 8, "SCALES": True, "STAGES": 2, "Q_REGISTERS": False},
     "fp8, softcap": {"SCALES": True, "STAGES": 2, "Q_REGISTERS": False, "CAP": True, "WINDOW": 300},
     "dim 256, group 16": {
         "GQA_GROUP": 16, "DIM": 256, "D": 256, "BN": 64, "STAGES": 2, "Q_REGISTERS": False, "WANTS_LSE": False,
@@ -102,8 +103,8 @@ def kinds(constants: dict[str, object], dtype: str) -> dict[str, str]:
     return pointers | descriptors | {"scale_log2": "fp32", "cap_log2": "fp32"}
 
 
-# Published models' heads, and pages of few tokens with fp8 and a window.
-USUAL = ("plain", "dim 256", "fp8, every option")
+# Published models' heads, and pages of few tokens with fp8: with a window, and without one, where tiles have halves.
+USUAL = ("plain", "dim 256", "fp8, every option", "fp8, small pages")
 
 
 @pytest.mark.parametrize("name", usual(CASES, *USUAL))

@@ -1,4 +1,5 @@
-"""The fast path of prefill_attention on Hopper: which cases it takes. `kernel` holds the Gluon kernel and its launcher.
+"""The fast path of prefill_attention on Hopper: which cases its kernels take. `kernel` computes tiles, `segment_kernel`
+segments of them, `few` tiles of few rows.
 
 The choice depends on what is fixed for a model and its pool, so it never changes from batch to batch.
 """

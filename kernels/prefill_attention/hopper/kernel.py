@@ -7,7 +7,7 @@ place in the tile or on other requests.
     producer     Q of the next tile; K, V of key tile i: one TMA box for each page, into rows of one wgmma operand
     consumers    64 rows each:   QK(i) and PV(i - 1) run on the tensor cores, while softmax(i - 1) becomes softmax(i)
 
-    rows of a tile: BM // GQA_GROUP queries, each with its GQA_GROUP query heads, so that they share the tile's keys
+    rows of a tile: 128 // GQA_GROUP queries, each with its GQA_GROUP query heads, so that they share the tile's keys
 """
 
 from triton.experimental import gluon
@@ -36,8 +36,9 @@ def attend_tiles(
     q_in, k_in, v_in, k_quantized, v_quantized = arriving
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     k_in_full, k_in_empty, v_in_full, v_in_empty = in_bars
-    # Windows have few keys to share out, and the other case has no registers left.
-    HALVES: gl.constexpr = WINDOW == 0 and (D <= 128 or PAGE >= 16)
+    # A window has few keys, so little is gained. Over pages of fewer than 16 tokens, wide heads and fp8 have no registers
+    # left.
+    HALVES: gl.constexpr = WINDOW == 0 and (PAGE >= 16 or (D <= 128 and not SCALES))
     declare_looks()
     # One expression: what passes through a variable loses its compile-time constants.
     gl.warp_specialize(

@@ -28,8 +28,8 @@ def launch(call: PrefillCall, plan: PrefillPlan | None, out: torch.Tensor, lse: 
 
 
 def launch_tiles(call: PrefillCall, plan: PrefillPlan, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """Computes the tiles of a prepared plan, each in one program."""
-    # Few tiles are two items each.
+    """Computes the tiles of a prepared plan."""
+    # At most two entries of the work queue for each tile: where tiles are few, each half is one.
     num_programs = min(num_multiprocessors(out.device), 2 * plan.records.shape[0] * call.spec.shape.heads)
     with torch.cuda.device_of(out):
         attend_tiles[(num_programs,)](

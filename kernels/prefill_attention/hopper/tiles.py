@@ -3,7 +3,8 @@
 The producer draws the next tile from a counter, one tile ahead, and writes its record to the work queue in shared
 memory, where the others read it. A negative head says that none is left.
 
-Few tiles are two items each, a half of its rows for each consumer, or most multiprocessors would have none.
+Where tiles are few, each is two items, one for each half of its rows: one consumer computes it, the other gives its
+key tiles back. So twice as many multiprocessors have work.
 
     count    tiles of the list without heads, tiles drawn beyond each program's first one, programs that are done
 """
@@ -34,13 +35,13 @@ def record(records_ptr, place, num_items, HEADS: gl.constexpr):
 def item_at(place, records_ptr, count_ptr, HEADS: gl.constexpr, HALVES: gl.constexpr):
     """Returns which half of its tile's rows the item at a place is, then the tile's record; -1 is all rows, 2 no item.
 
-    Halves, if HALVES and no program has two of them.
+    Tiles are halved if HALVES is set and no program would get two halves.
     """
     num_tiles = gl.load(count_ptr) * HEADS
     halved = 0
     if HALVES:
         halved = (2 * num_tiles <= gl.num_programs(0)).to(gl.int32)
-    half = gl.where(place >= num_tiles << halved, 2, gl.where(halved != 0, place & 1, -1))
+    half = gl.where(place >= (num_tiles << halved), 2, gl.where(halved != 0, place & 1, -1))
     head, seq, first, token, q_len, kv_len = record(records_ptr, place >> halved, num_tiles, HEADS)
     return half, head, seq, first, token, q_len, kv_len
 
@@ -63,7 +64,7 @@ def key_tiles(first, half, q_len, kv_len, GQA_GROUP: gl.constexpr, WINDOW: gl.co
     """(first key that a row of the tile, or of its half, sees, first key tile, tile behind the last one)."""
     QUERIES: gl.constexpr = 128 // GQA_GROUP
     cached = kv_len - q_len
-    # A half may have no row of the sequence: it is computed like its last one, and not stored.
+    # A half without rows of the sequence is computed over the tile's keys, and not stored.
     begin = gl.minimum(first + gl.maximum(half, 0) * 64 // GQA_GROUP, q_len - 1)
     end = first + gl.where(half == 0, gl.minimum(63 // GQA_GROUP + 1, QUERIES), QUERIES)
     lowest = 0

@@ -5,7 +5,7 @@ A tile here is 64 rows, half of one of the plan's. In rounds of some key tiles e
     scorers    score round 0 | meet | weigh round 0 | score round 1 | meet | weigh round 1 | ...
     adders                                          | add round 0                          | add round 1 | ...
 
-Where all works of scores are one for each program at most, adders are scorers first, and there is one round.
+If the tiles of scores are no more than the programs, every program first scores one, then the adders add: one round.
 
 score    128 keys for 64 rows: each row's maximum is written
 weigh    all earlier maxima are known: the scores become weights, their sums and the factors of what came before
@@ -23,8 +23,8 @@ __all__ = ["HEAD_DIMS", "KEY_TILE", "MOST_ROW_TILES", "shares", "takes"]
 HEAD_DIMS = (64, 128)
 # Keys of a tile, as `attend_tiles` has for these heads.
 KEY_TILE = 128
-# Tiles of 64 rows up to which keys are shared. Behind 4,096 keys 8, 16 and 32 take 35, 50 and 77 us on an H200, and 46
-# each where each one has a multiprocessor of its own, as 128 rows had 61; behind longer prefixes 16 are ahead still.
+# Tiles of 64 rows up to which keys are shared. Behind 4,096 keys 8, 16 and 32 take 35, 50 and 77 us on an H200; any
+# number takes 46 if none are. Behind 16,384 keys 16 take 133 us, and 138 if none are shared.
 MOST_ROW_TILES = 16
 
 

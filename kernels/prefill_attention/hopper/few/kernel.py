@@ -25,7 +25,7 @@ def attend_few(
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     programs = gl.num_programs(0)
     declare_looks()
-    # Which works there are is known one wait for memory later; their records are close by then.
+    # The records are brought near while `extent` is loaded.
     prefetch_records(records_ptr)
     tiles, halves, most = gl.load(extent_ptr), gl.load(extent_ptr + 1), gl.load(extent_ptr + 2)
     sources = (
@@ -36,7 +36,7 @@ def attend_few(
     if tiles > 0:
         row_tiles = HEADS * tiles * halves
         adders = gl.minimum(row_tiles * (D // ROWS), programs // 2)
-        # Of so few works that each program has one of them at most, all are done by all before any adder begins.
+        # So few tiles of scores that each program has one at most: all programs score, then the adders begin.
         all_score = row_tiles * most <= programs
         scorer = gl.program_id(0) - gl.where(all_score, 0, adders)
         scorers = programs - gl.where(all_score, 0, adders)
@@ -85,7 +85,7 @@ def add(
         sources, own, states, ready, results, buffers, gl.program_id(0), adders, tiles, halves, turn * width, width,
         turn, HEADS, GQA_GROUP, D, PAGE, HND, ROWS, STAGES, WANTS_LSE, HAS_SINKS,
     )  # fmt: skip
-    # Also by adders without works: what is counted for a half is of one round alone.
+    # Adders without columns signal, too: the counter of a half of the scratch counts all adders of a round.
     await_count(ready[0], ready[1])
     signal(counters_ptr + 2 + turn % 2)
 
