@@ -2,7 +2,7 @@
 
     python examples/transformers_generate.py MODEL_FOLDER "a prompt" --cache 127.0.0.1:7400 --redis redis://...
 
-Needs `pip install stemcache[client] torch transformers`. For models whose layers all have full attention.
+Needs `pip install ./adapters torch transformers`. For models whose layers all have full attention.
 """
 
 from __future__ import annotations

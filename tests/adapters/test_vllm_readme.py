@@ -39,14 +39,14 @@ def test_the_connector_takes_their_options() -> None:
     check_config(config(kv_transfer__kv_load_failure_policy=given["kv_load_failure_policy"]))
 
 
-def test_the_services_command_and_the_extra_exist() -> None:
+def test_the_services_command_and_the_distribution_exist() -> None:
     flags = re.search(r"-m cache_service (.*?) &", SECTION)
     assert flags is not None
     names = re.findall(r"--([\w-]+)", flags[1])
     assert names and {name.replace("-", "_") for name in names} <= set(CacheConfig.__dataclass_fields__)
     assert Settings().cache == CacheConfig().listen
-    extras = re.findall(r"pip install '\.\[(\w+)\]'", SECTION)
-    assert extras and all(re.search(rf"^{extra} = \[", (ROOT / "pyproject.toml").read_text(), re.M) for extra in extras)
+    folders = re.findall(r"pip install \./(\w+)", SECTION)
+    assert folders and all((ROOT / folder / "pyproject.toml").is_file() for folder in folders)
 
 
 def test_the_scenes_run_them() -> None:

@@ -19,9 +19,9 @@ from worker_service.core.batch import Batch
 from worker_service.core.batch_part import with_known_tokens
 from worker_service.core.errors import DeviceLost
 from worker_service.core.launches import Launch, Output
+from worker_service.core.runner_port import BatchRunner, DeviceTimes, LaunchTokens, Submitted
 from worker_service.core.sampling_params import TokenLogprobs
 from worker_service.launch.row_faults import RowResults, run_in_parts
-from worker_service.launch.runner_port import BatchRunner, DeviceTimes, LaunchTokens, Submitted
 
 # The most that the event loop waits for the model's thread to submit a launch.
 SUBMIT_S = 0.002
