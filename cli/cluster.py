@@ -84,7 +84,7 @@ class Cluster:
 async def start_cluster(supervisor: Supervisor, options: ClusterOptions, report: Callable[[str], None]) -> Cluster:
     """Starts everything in order, each child serving before the next one starts (workers side by side).
 
-    What can be known before is checked before: within a second or two, nothing has started then.
+    What can be known before is checked before: nothing has started then.
 
     Raises:
         CannotStart: a port is taken, a setting, the model or the device is wrong, or there is no Redis though one was
@@ -93,7 +93,6 @@ async def start_cluster(supervisor: Supervisor, options: ClusterOptions, report:
     """
     check_packages()
     check_device(options.device)
-    check_model(options.model)
     chosen = choose(options.num_workers, options.cache_port, options.worker_port, options.environ)
     tier = choose_host_tier(options.host_tier, options.host_mb, options.environ, report)
     cache_spec = _cache_child(chosen.cache, tier, options)
@@ -106,6 +105,8 @@ async def start_cluster(supervisor: Supervisor, options: ClusterOptions, report:
     ]
     for spec in specs:
         check_worker_settings({**os.environ, **spec.env})
+    # The last one, as it may take longer than all others.
+    check_model(options.model)
     await start_host_tier(supervisor, tier, report)
     report("starting the cache service")
     await supervisor.start(cache_spec)

@@ -1,6 +1,7 @@
 """What can be known before anything starts: settings, packages, the model's folder, the device.
 
-Takes well under a second: it imports no PyTorch and asks no network.
+Asks no network and takes well under a second, but for the content of a model's folder: reading its config.json imports
+PyTorch, which takes some two.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from cli.addresses import CannotStart
 from cli.devices import has_gpu
 from rpc.settings import SettingsError
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+# Ids without an owner are of the hub's first years (gpt2), and of models that no worker serves.
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 # A worker with a small model serves after some ten seconds; this long, and it hangs.
 WORKER_START_S = 300.0
@@ -59,14 +61,14 @@ def check_device(device: str) -> None:
 
 def check_model(model: str) -> None:
     """Checks a folder's content, or a hub id's form. Raises CannotStart, which names the folder."""
-    from worker_service.core.errors import ModelError
-    from worker_service.model.config import read_model_spec
-
     folder = Path(model)
     if not folder.is_dir():
         if folder.exists() or model.startswith(("/", ".", "~")) or not HUB_ID.fullmatch(model):
             raise CannotStart(f"--model {model}: there is no such folder, and it is no hub id (owner/name) either")
         return
+    from worker_service.core.errors import ModelError
+    from worker_service.model.config import read_model_spec
+
     try:
         read_model_spec(folder)
     except ModelError as error:

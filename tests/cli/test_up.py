@@ -80,7 +80,7 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
         port = str(taken.getsockname()[1])
         for option in ("--cache-port", "--worker-port"):
             other = {"--cache-port": "--worker-port", "--worker-port": "--cache-port"}[option]
-            done = stemcache(tmp_path, "up", "--model", "unused", option, port, other, "0")
+            done = stemcache(tmp_path, "up", "--model", "a/b", option, port, other, "0")
             assert done.returncode == 1
             assert f"{option}: 127.0.0.1:{port} is in use" in done.stderr
 
@@ -113,7 +113,8 @@ def one_line(state: Path, *arguments: str, **variables: str) -> str:
 
 def test_a_wrong_model_is_told_before_anything_starts(tmp_path: Path) -> None:
     assert "there is no such folder" in one_line(tmp_path, "--model", "/nowhere/model")
-    assert "it is no hub id" in one_line(tmp_path, "--model", "a/b/c")
+    for name in ("a/b/c", "foo"):
+        assert "it is no hub id" in one_line(tmp_path, "--model", name)
     folder = tmp_path / "model"
     folder.mkdir()
     assert f"--model {folder}: config.json: cannot be read" in one_line(tmp_path, "--model", str(folder))
@@ -123,6 +124,25 @@ def test_a_wrong_model_is_told_before_anything_starts(tmp_path: Path) -> None:
     assert "tokenizer.json is not in the folder" in one_line(tmp_path, "--model", str(folder))
     shutil.copy(MODEL_FOLDER / "tokenizer.json", folder / "tokenizer.json")
     assert "no *.safetensors" in one_line(tmp_path, "--model", str(folder))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "complaint"),
+    [
+        (("--model", "/nope"), {}, "there is no such folder"),
+        (("--model", "foo"), {}, "it is no hub id"),
+        ((), {"STEMCACHE_CACHE_POLYCY": "lru"}, "no such setting"),
+        ((), {"STEMCACHE_WORKER_TOKEN_BUDGET": "0"}, "must be at least 1"),
+    ],
+)
+def test_a_slip_is_told_without_pytorch(
+    tmp_path: Path, arguments: tuple[str, ...], variables: dict[str, str], complaint: str
+) -> None:
+    """Which takes seconds to import."""
+    (tmp_path / "torch.py").write_text("raise SystemExit('imported')\n")
+    free = ("--cache-port", "0", "--worker-port", "0")
+    found_first = f"{tmp_path}:{Path.cwd()}"
+    assert complaint in one_line(tmp_path, *free, *arguments, PYTHONPATH=found_first, **variables)
 
 
 @pytest.mark.parametrize(
