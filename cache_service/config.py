@@ -15,6 +15,7 @@ from rpc.address import parse_address
 from rpc.logs import LEVELS
 from rpc.settings import SettingsError, load, setting
 from session.limits import MAX_MESSAGE_BYTES
+from session.redis_url import RedisUrlError, parse_redis_url
 
 ENV_PREFIX = "STEMCACHE_CACHE_"
 SPILLS = tuple(policy.value for policy in SpillPolicy)
@@ -128,8 +129,8 @@ class CacheConfig:
             text = getattr(self, name)
             if text or name == "listen":
                 _check_address(name, text)
-        if self.redis_url and not self.redis_url.startswith(("redis://", "rediss://", "unix://")):
-            raise SettingsError("redis_url", "must start with redis://, rediss:// or unix://")
+        if self.redis_url:
+            _check_redis_url(self.redis_url)
 
 
 def _check_address(name: str, text: str) -> None:
@@ -137,6 +138,14 @@ def _check_address(name: str, text: str) -> None:
         parse_address(text)
     except ValueError as error:
         raise SettingsError(name, str(error)) from error
+
+
+def _check_redis_url(url: str) -> None:
+    """Holds the URL to the workers' rules: redis-py takes more, and connects elsewhere than was meant."""
+    try:
+        parse_redis_url(url)
+    except RedisUrlError as error:
+        raise SettingsError("redis_url", error.reason) from None
 
 
 def load_config(arguments: Sequence[str], environment: Mapping[str, str]) -> CacheConfig:

@@ -7,7 +7,7 @@ import logging
 import sys
 import time
 from typing import Any, TextIO
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 from rpc.address import HostPort
 from rpc.request_id import current_request_id
@@ -83,14 +83,22 @@ def _timestamp(seconds: float) -> str:
 
 
 def redact_url(url: str) -> str:
-    """Returns the URL without its password; user, host, port and path stay readable."""
+    """Returns the URL without its password, options and fragment; user, host, port and path stay readable.
+
+    All of it is struck out where a part may be the rest of a password: an unescaped "/", "?" or "#" in one leaves an
+    "@" behind the host, or a port that is no number.
+    """
     try:
         parts = urlsplit(url)
         password = parts.password
+        _ = parts.port  # raises for one that is no number
     except ValueError:
         return REDACTED
-    if password is None:
-        return url
-    host = parts.netloc.rpartition("@")[2]
-    cleaned = SplitResult(parts.scheme, f"{parts.username or ''}:{REDACTED}@{host}", parts.path, "", "")
-    return cleaned.geturl()
+    if not parts.scheme or "@" in parts.path + parts.query + parts.fragment:
+        return REDACTED
+    user, at, host = parts.netloc.rpartition("@")
+    if password is not None:
+        user = f"{parts.username or ''}:{REDACTED}"
+    # An option may be a password, too: redis-py takes ?password=.
+    options, fragment = f"?{REDACTED}" * bool(parts.query), f"#{REDACTED}" * bool(parts.fragment)
+    return f"{parts.scheme}://{user}{at}{host}{parts.path}{options}{fragment}"

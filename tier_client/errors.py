@@ -5,7 +5,7 @@ HostTierError                 a call to the host tier failed
 └── TooLongReply              a value is longer than its reader expects
 PageRejected                  bytes from the host tier are not the page that was asked for
 PageAbsent                    a page, or a part of it, is not there
-RedisUrlError                 the address of the host tier
+RedisUrlError                 the address of the host tier: session/redis_url.py
 """
 
 from __future__ import annotations
@@ -33,7 +33,3 @@ class PageRejected(Exception):
 
 class PageAbsent(Exception):
     """The page is not there, or a part of it is not."""
-
-
-class RedisUrlError(Exception):
-    """The URL cannot be used; the message says why and never contains the password."""

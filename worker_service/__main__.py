@@ -9,7 +9,7 @@ from rpc.lifecycle import run
 from rpc.listener import choose_listener
 from rpc.logs import set_up_logging
 from rpc.settings import SettingsError
-from tier_client.errors import RedisUrlError
+from session.redis_url import RedisUrlError
 from worker_service.config import load_config
 from worker_service.core.errors import DeviceLost, InvalidField, SessionRefused, StartError, StepsRejected
 
@@ -33,9 +33,7 @@ def main() -> int:
     try:
         compute = prepare(config)
         run(bootstrap.serve(config, compute, _announce))
-    except RedisUrlError as error:
-        return _complain(f"redis_url: {error}", USAGE_ERROR)
-    except (StartError, InvalidField, CannotListen) as error:
+    except (StartError, InvalidField, CannotListen, RedisUrlError) as error:
         return _complain(str(error), USAGE_ERROR)
     except DeviceLost as error:
         _complain(str(error), FAILURE)

@@ -141,6 +141,9 @@ def run(*argv: str, **settings: str) -> subprocess.CompletedProcess[str]:
         ("listen", ["--listen", "nowhere"], {}),
         ("redis_url", ["--redis-url", "http://me:hunter2@host"], {}),
         ("redis_url", [], {"REDIS_URL": "redis://me:hunter2@host:port/x"}),
+        ("redis_url", [], {"REDIS_URL": "redis://127.0.0.1:1/0?password=hunter2"}),
+        ("redis_url", [], {"REDIS_URL": "redis://me:12/hunter2@127.0.0.1:1/0"}),
+        ("redis_url", [], {"REDIS_URL": "redis://127.0.0.1:1/hunter2"}),
     ],
 )
 def test_bad_settings_are_named(name: str, argv: list[str], settings: dict[str, str]) -> None:

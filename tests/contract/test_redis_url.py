@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tier_client.errors import RedisUrlError
-from tier_client.redis_url import RedisAddress, parse_redis_url
+from session.redis_url import RedisAddress, RedisUrlError, parse_redis_url
 
 
 @pytest.mark.parametrize(
@@ -28,9 +27,9 @@ def test_what_urls_name(url: str, address: RedisAddress) -> None:
 @pytest.mark.parametrize(
     ("url", "reason"),
     [
-        ("", "scheme"),
-        ("localhost:6379", "scheme"),
-        ("http://:secret@h", "scheme"),
+        ("", "must start"),
+        ("localhost:6379", "must start"),
+        ("http://:secret@h", "must start"),
         ("redis://", "host is missing"),
         ("redis://:secret@:6379", "host is missing"),
         ("redis://:secret@h:0", "port 0"),
@@ -44,7 +43,14 @@ def test_what_urls_name(url: str, address: RedisAddress) -> None:
         ("redis://:secret@[::1", "cannot be parsed"),
         ("unix://", "path"),
         ("unix:///s?db=x", "database"),
-        ("unix:///s?user=x", "unknown option 'user'"),
+        ("unix:///s?user=x", "unknown option"),
+        ("unix:///s?secret", "unknown option"),
+        ("secret://h", "must start with redis://"),
+        # An unescaped "/" in a password: what stands before it is read as a host with a port.
+        ("redis://user:12/secret@h:6379/0", "database is a number; a '/' in a password must be written as %2F"),
+        ("redis://:12/secret@h:6379/0", "host is missing"),
+        ("unix://user:12/secret@/run/r.sock", "no host"),
+        ("unix://run/r.sock", "no host"),
     ],
 )
 def test_what_urls_must_not_say(url: str, reason: str) -> None:

@@ -52,6 +52,16 @@ def test_the_users_own_listener_wins(set_by_user: dict[str, str], kept: str) -> 
         ("redis://me:pw@host:6379/0", "redis://me:***@host:6379/0"),
         ("redis://:p@ss@host:6379", "redis://:***@host:6379"),
         ("redis://:pw@[::1", "***"),
+        ("redis://host:6379/0?password=pw", "redis://host:6379/0?***"),
+        ("redis://me@host?db=1&password=pw", "redis://me@host?***"),
+        ("redis://me:pw@host/0?password=pw#pw", "redis://me:***@host/0?***#***"),
+        ("unix://:pw@/run/r.sock?db=4", "unix://:***@/run/r.sock?***"),
+        ("unix:///run/r.sock", "unix:///run/r.sock"),
+        # What stands behind a "/", "?" or "#" of a password that is not escaped.
+        ("redis://me:12/pw@host:6379/0", "***"),
+        ("redis://me:12?pw@host:6379/0", "***"),
+        ("redis://me:12#pw@host:6379/0", "***"),
+        ("redis://me:p/w", "***"),
     ],
 )
 def test_redaction(url: str, shown: str) -> None:
