@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from cache_service import host_tier_codec as codec
+from cache_service.core.attachments.attachment import Attachment
+from cache_service.core.attachments.messages import LeaseEnd
 from cache_service.worker_streams import Sessions
 from protos.v1 import host_tier_pb2, host_tier_pb2_grpc
 from rpc.interceptor import Context
+from session.words import TransferStatus
+
+# Passes of the event loop in which a cancellation reaches its call: the loop is woken, gRPC's operation ends, the
+# call's task is told.
+CANCELLING_PASSES = 3
 
 
 class HostTierServicer(host_tier_pb2_grpc.HostTierServicer):
@@ -31,7 +40,23 @@ class HostTierServicer(host_tier_pb2_grpc.HostTierServicer):
         lookup = codec.decode_lookup(request, attachment.attach.page_tokens)
         found = self._manager.attachments.lookup(attachment, lookup, now_ms)
         self._dispatcher.flush()
-        return codec.encode_found(found)
+        answer = codec.encode_found(found)
+        if found.lease:
+            await self._end_if_cancelled(attachment, found.lease)
+        return answer
+
+    async def _end_if_cancelled(self, attachment: Attachment, lease: int) -> None:
+        """Ends a lease whose caller has gone: nobody will release it, and until its time is over its pages count
+        against the attachment's. A lookup of a long path takes longer than some callers wait, and while it runs no
+        cancellation is noticed."""
+        try:
+            for _ in range(CANCELLING_PASSES):
+                await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            end = LeaseEnd(lease, TransferStatus.DONE, 0)
+            self._manager.attachments.release(attachment, (end,), self._clock())
+            self._dispatcher.flush()
+            raise
 
     async def Reserve(  # noqa: N802
         self, request: host_tier_pb2.ReserveRequest, context: Context

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -9,6 +11,8 @@ import grpc
 import pytest
 from redis import Redis
 
+from cache_service import host_tier_codec as codec
+from cache_service.core.attachments.messages import Found
 from protos.v1 import cache_pb2, host_tier_pb2, types_pb2
 from session.protocol import SENTINEL_KEY
 from tests.cache_service.engine import FULL, MISSING, PAGE_BYTES, STATE, TIER, WINDOW, Engine, keys, numbers, path
@@ -185,6 +189,38 @@ async def test_leases_end_by_themselves() -> None:
         clock.now_ms += 60_000
         await until(lambda: client.manager.stats().attachments.num_expired_leases == 1)
         assert await engine.release(lease, 10) == 0
+        audit.check(client.manager)
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_a_lease_ends_whose_caller_has_gone(monkeypatch: pytest.MonkeyPatch, *, is_cancelled: bool) -> None:
+    """A long lookup takes longer than its caller waits, and the event loop hears of nothing meanwhile."""
+    calls: list[Any] = []
+    encode_found = codec.encode_found
+
+    def encode_slowly(found: Found) -> host_tier_pb2.LookupResponse:
+        assert found.lease
+        if is_cancelled:
+            calls[-1].cancel()
+        time.sleep(0.3)
+        return encode_found(found)
+
+    async with started(tick_ms=5) as client:
+        engine = Engine(client)
+        await engine.attach()
+        reserved = await engine.reserve(PROMPT, host_tier_pb2.TierPageRange(num_pages=10))
+        written = [host_tier_pb2.WrittenPages(num_pages=10, num_bytes=10 * PAGE_BYTES)]
+        await engine.commit(reserved.ticket, written=written)
+        monkeypatch.setattr(codec, "encode_found", encode_slowly)
+        request = host_tier_pb2.LookupRequest(**engine.id, path=PROMPT, lease=True)
+        for _ in range(3):
+            calls.append(engine.stub.Lookup(request, timeout=None if is_cancelled else 0.1))
+            with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
+                await calls[-1]
+        await until(lambda: client.manager.stats().attachments.num_leases == 0)
+        assert client.manager.stats().attachments.num_expired_leases == 0
+        monkeypatch.setattr(codec, "encode_found", encode_found)
+        assert await engine.release((await engine.lookup(PROMPT)).lease, 10) == 1, "others keep theirs"
         audit.check(client.manager)
 
 
