@@ -35,6 +35,12 @@ BOXED = LeastAccuracy(one_fact=0.97, two_facts=0.90)
 ENOUGH_QUESTIONS = 100
 # A sibling needs an earlier request, and a small pool drops a register only for another one.
 LEAST_REGISTERS = 2
+# A pool that drops a register for another one keeps some pages of it: of fewer tokens more than the tenth that fetched
+# rows may lack.
+LEAST_TOKENS = 600
+TOKENS_HELP = (
+    "Tokens of a register, about. Of a shorter one a small pool keeps more than a tenth, which then is not fetched."
+)
 
 
 @app.command("eval")
@@ -43,7 +49,7 @@ def eval_command(
     registers: Annotated[
         int, typer.Option("--registers", min=LEAST_REGISTERS, help="Held-out registers that they share.")
     ] = 20,
-    tokens: Annotated[int, typer.Option("--tokens", min=200, help="Tokens of a register, about.")] = 3000,
+    tokens: Annotated[int, typer.Option("--tokens", min=LEAST_TOKENS, help=TOKENS_HELP)] = 3000,
     kinds: Annotated[
         list[str] | None,
         typer.Option("--kind", help=f"Only questions of this kind, of {', '.join(KINDS)}; may be given several times."),

@@ -163,6 +163,7 @@ def test_registers_come_in_turn_and_none_comes_twice(count: int) -> None:
     [
         (("--kind", "colour"), "--kind: must be one of room"),
         (("--way", "magic"), "--way: must be one of cold"),
+        (("--tokens", "599"), "--tokens: 599 is not in the range x>=600"),
         (("--questions", "30", "--registers", "20"), "--questions: needs two for each of 20 registers"),
         (("--registers", "1"), "--registers"),
         (("--plot", "/nowhere/at/all.svg"), "--plot: there is no folder"),
