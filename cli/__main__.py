@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-# Importing a module registers its commands.
-from cli import ask, doctor, drain, generate, inspect, models, serve, status  # noqa: F401
-from cli.app import app
-from cli.evaluation import command as evaluation  # noqa: F401
-from cli.replay import command as replay  # noqa: F401
+import sys
+
+try:
+    # Importing a module registers its commands.
+    from cli import ask, doctor, drain, generate, inspect, models, serve, status  # noqa: F401
+    from cli.app import app
+    from cli.evaluation import command as evaluation  # noqa: F401
+    from cli.replay import command as replay  # noqa: F401
+except ModuleNotFoundError as error:
+    package = (error.name or "").partition(".")[0]
+    if package not in ("typer", "rich"):
+        raise
+    # As beside an engine, where the client's dependencies are enough.
+    sys.exit(f"error: the command needs {package}: pip install 'stemcache[cli]'")
 
 
 def main() -> None:
