@@ -30,8 +30,8 @@ def _explained(one: cache_pb2.AttachmentExplanation) -> RenderableType:
 def _asked(one: cache_pb2.AttachmentExplanation) -> str:
     if not one.HasField("lookup_age_ms"):
         return f"{one.num_pages:,} pages"
-    held = f", {one.local_pages:,} of them its own" if one.local_pages else ""
-    return f"its lookup of {span(one.lookup_age_ms / 1000)} ago, {one.num_pages:,} pages{held},"
+    held = f", {one.local_pages:,} of them its own," if one.local_pages else ""
+    return f"its lookup of {span(one.lookup_age_ms / 1000)} ago, {one.num_pages:,} pages{held}"
 
 
 def _group_row(group: cache_pb2.TierGroupExplanation) -> tuple[object, ...]:

@@ -291,4 +291,7 @@ def test_what_an_engine_could_resume_is_told_for_each_group(width: int) -> None:
     told.lookup_age_ms = 90_000
     flat = " ".join(drawn(engines_explained([told]), width).split())
     assert "its lookup of 90 s ago, 16,384 pages, 3 of them its own, of 16 tokens" in flat
+    told.local_pages = 0
+    flat = " ".join(drawn(engines_explained([told]), width).split())
+    assert "its lookup of 90 s ago, 16,384 pages of 16 tokens; 16,000" in flat
     assert drawn(engines_explained([]), width) == "no engine is attached\n"
