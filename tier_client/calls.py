@@ -31,6 +31,9 @@ REFUSALS = (
     grpc.StatusCode.FAILED_PRECONDITION,
 )
 
+# Of what is in no message: numbers out of range, texts that are no UTF-8 (a UnicodeError is a ValueError), other types.
+UNSENDABLE = (ValueError, TypeError, OverflowError)
+
 _REASONS = {int(reason): reason.name.lower() for reason in MissReason}
 
 _Response = TypeVar("_Response")
@@ -111,14 +114,11 @@ class HostTierCalls:
 
     def lookup(self, path: PagePath, local_pages: int) -> Hit | None:
         """Returns where the engine can resume, under a lease."""
-        asked = self._leading(path)
-        if asked is None:
-            return None
         attachment, answer = self._call(
             self._stub.Lookup,
             lambda id_: host_tier_pb2.LookupRequest(
                 **id_,
-                path=asked,
+                path=self._leading(path),
                 local_pages=local_pages,
                 lease=True,
                 compute_tokens_per_s=self._config.compute_tokens_per_s,
@@ -133,17 +133,17 @@ class HostTierCalls:
 
     def reserve(self, path: PagePath, ranges: Iterable[PageRange]) -> Ticket | None:
         """Returns which of these pages are to be written; None also while the service takes none."""
-        asked = self._leading(path)
-        if asked is None:
-            return None
-        parts = [
-            host_tier_pb2.TierPageRange(group=one.group, first_page=one.first_page, num_pages=count)
-            for one in ranges
-            if (count := min(one.end_page, self._max_pages) - one.first_page) > 0
-        ]
-        attachment, answer = self._call(
-            self._stub.Reserve, lambda id_: host_tier_pb2.ReserveRequest(**id_, path=asked, ranges=parts)
-        )
+        asked = tuple(ranges)
+
+        def request(id_: dict[str, Any]) -> host_tier_pb2.ReserveRequest:
+            parts = [
+                host_tier_pb2.TierPageRange(group=one.group, first_page=one.first_page, num_pages=count)
+                for one in asked
+                if (count := min(one.end_page, self._max_pages) - one.first_page) > 0
+            ]
+            return host_tier_pb2.ReserveRequest(**id_, path=self._leading(path), ranges=parts)
+
+        attachment, answer = self._call(self._stub.Reserve, request)
         if answer is None or answer.breaker_open:
             return None
         return Ticket(answer.ticket, self._keyed(answer.pages), answer.num_refused, attachment)
@@ -178,14 +178,10 @@ class HostTierCalls:
         request = host_tier_pb2.ReleaseRequest(**_id(hit.attachment), ends=[end])
         return self._ask(self._stub.Release, request, hit.attachment) is not None
 
-    def _leading(self, path: PagePath) -> host_tier_pb2.TierPath | None:
-        """Returns the first pages of a path, as many as the service takes; None for tokens that are not valid."""
+    def _leading(self, path: PagePath) -> host_tier_pb2.TierPath:
+        """Returns the first pages of a path, as many as the service takes."""
         ids = path.page_ids[: self._max_pages * HASH_BYTES]
-        try:
-            tokens = array("i", path.tokens[: self._max_pages * self._config.page_tokens + 1]).tobytes()
-        except (OverflowError, TypeError) as error:
-            _log.warning("path.tokens: %s", error)
-            return None
+        tokens = array("i", path.tokens[: self._max_pages * self._config.page_tokens + 1]).tobytes()
         return host_tier_pb2.TierPath(adapter=path.adapter, salt=path.salt, page_ids=ids, tokens=tokens)
 
     def _keyed(self, pages: Iterable[host_tier_pb2.TierPages]) -> tuple[KeyedPages, ...]:
@@ -202,14 +198,19 @@ class HostTierCalls:
 
     def _call(self, method: Any, make: Callable[[dict[str, Any]], Any]) -> tuple[Attachment, Any]:
         """Asks under the present attachment, once more under a new one where that has ended. Returns which it was, and
-        the answer, None for none."""
+        the answer, None for none, and for arguments that no request can carry: `make` raises for those."""
         attachment = NOT_ATTACHED
         for _ in range(2):
             now = self.attached()
             if now is None:
                 break
             attachment = now
-            answer = self._ask(method, make(_id(attachment)), attachment)
+            try:
+                request = make(_id(attachment))
+            except UNSENDABLE as error:
+                _log.warning("the host tier's service was not asked: %s", error)
+                break
+            answer = self._ask(method, request, attachment)
             if answer is not None or not self._ended(attachment):
                 return attachment, answer
         return attachment, None

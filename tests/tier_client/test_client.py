@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -181,6 +182,26 @@ def test_tokens_that_are_none_find_nothing(shared: Stage) -> None:
         assert client.fetch(PagePath(tokens=tokens)) == Loaded(0, {})
         assert client.save(PagePath(tokens=tokens), all_pages(2), payload) == 0
     assert client.fetch(PagePath(page_ids=b"short")) == Loaded(0, {})
+    saved(shared, client)
+
+
+@pytest.mark.parametrize("local_pages", [-1, 2**32, "two"])
+def test_local_pages_that_are_no_number_of_pages_find_nothing(shared: Stage, local_pages: Any) -> None:
+    assert shared.client().fetch(PROMPT, local_pages) == Loaded(local_pages, {})
+
+
+@pytest.mark.parametrize("changed", [{"salt": "\ud800"}, {"adapter": 7}, {"page_ids": "text"}, {"tokens": None}])
+def test_paths_that_no_request_can_carry_find_nothing(shared: Stage, changed: dict[str, Any]) -> None:
+    client, asked = shared.client(), PROMPT._replace(**changed)
+    assert client.fetch(asked) == Loaded(0, {})
+    assert client.save(asked, all_pages(2), payload) == 0
+    saved(shared, client)
+
+
+@pytest.mark.parametrize("asked", [PageRange(0, -1, 3), PageRange(-1, 0, 3), PageRange(0, "a", 3)])  # type: ignore[arg-type]
+def test_ranges_that_no_request_can_carry_write_nothing(shared: Stage, asked: PageRange) -> None:
+    client = shared.client()
+    assert client.save(PROMPT, [asked], payload) == 0
     saved(shared, client)
 
 
