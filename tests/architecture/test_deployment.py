@@ -198,6 +198,21 @@ def test_what_env_example_sets_is_used() -> None:
     assert [name for name in names if f"${{{name}" not in used] == ["COMPOSE_PROFILES"]
 
 
+def test_a_containers_redis_has_room_for_the_quota() -> None:
+    """By default. All three can be set, or a larger quota would be one that Redis refuses, or its container ends at."""
+    services = compose()["services"]
+    redis = services["redis"]
+    maxmemory = redis["command"][redis["command"].index("--maxmemory") + 1]
+    given = services["cache"]["environment"]["STEMCACHE_CACHE_HOST_QUOTA_MB"], maxmemory, redis["mem_limit"]
+    names = "STEMCACHE_HOST_QUOTA_MB", "REDIS_MAXMEMORY", "REDIS_MEMORY"
+    found = [re.fullmatch(rf"\$\{{{name}:-(\d+)(mb|m|)\}}", value) for name, value in zip(names, given, strict=True)]
+    quota, limit, container = (int(match[1]) for match in found if match)
+    assert quota == ClusterOptions("").host_mb
+    assert limit >= quota * 1.25 and container >= limit * 1.2
+    example = (ROOT / ".env.example").read_text()
+    assert f"\n{names[0]}={quota}\n{names[1]}={limit}mb\n{names[2]}={container}m\n" in example
+
+
 def test_the_default_policy_is_the_same_everywhere() -> None:
     """A script names it to the service and the manager; people meet it in compose and .env.example too."""
     compose, example = (ROOT / "docker-compose.yml").read_text(), (ROOT / ".env.example").read_text()
