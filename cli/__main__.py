@@ -14,7 +14,7 @@ except ModuleNotFoundError as error:
     package = (error.name or "").partition(".")[0]
     if package not in ("typer", "rich"):
         raise
-    # As beside an engine, where the client's dependencies are enough.
+    # pip installs them only with the extra.
     sys.exit(f"error: the command needs {package}: pip install 'stemcache[cli]'")
 
 
