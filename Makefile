@@ -22,7 +22,7 @@ WITH_COMPILED := PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/$(COMPILED):$(CURDIR) STE
 .DEFAULT_GOAL := help
 
 help: ## show the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 setup: ## make .venv and install everything that the project needs; PYTHON=python3.12 takes another Python than python3
 	@PYTHON='$(PYTHON)' STEMCACHE_GOAL='$(firstword $(MAKECMDGOALS))' ./setup.sh

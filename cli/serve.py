@@ -204,7 +204,7 @@ def _welcome(cluster: Cluster) -> RenderableType:
         f"host tier: {cluster.host_tier}; logs: {plain(str(state_dir() / 'logs'))}",
         "In another terminal, in the same folder:",
         f"  {command} ask",
-        "      a question about a register, and again another one: the register is cached now",
+        "      a question about a register; again: another question, and the register is cached now",
         f'  {command} explain "$({command} ask --show)"',
         "      what of that register is cached where, and why the rest is not",
         f"  {command} top",
