@@ -123,8 +123,9 @@ class TierClient:
                     break
                 count, status = self.store.write(one.group, one.keys(self.config.rank), values)
                 written.append((one.group, count))
-                if count < len(values):
+                if status is TransferStatus.FAILED:  # a full store has lost nothing
                     self.calls.suspect_store()
+                if count < len(values):
                     break
         finally:  # also when `payloads` raised: others may write what is left
             num_findable = self.calls.commit(ticket, self.config.rank, written, status)

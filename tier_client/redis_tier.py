@@ -13,14 +13,13 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from session.protocol import SENTINEL_KEY
+from session.protocol import MAX_SENTINEL_BYTES, SENTINEL_KEY
 from session.words import HostTierKind
 from tier_client.errors import HostTierError, TooLongReply
 from tier_client.redis_parts import IN_FLIGHT, read_found, read_parts, read_stored, store_parts
 from tier_client.redis_url import parse_redis_url
 from tier_client.resp import Buffer, RespConnection, encode_command
 
-SENTINEL_BYTES = 64
 VALUES_PER_COMMAND = 8
 
 
@@ -62,10 +61,13 @@ class RedisTier:
 
     def identity(self) -> str:
         with self._connection() as connection:
-            # NX, then GET: of several workers that start at once, all learn the one value that won.
-            connection.command(b"SET", SENTINEL_KEY, secrets.token_hex(16).encode(), b"NX")
+            # A full Redis refuses any SET, also one that would change nothing; what it has can be read all the same.
             value = connection.command(b"GET", SENTINEL_KEY)
-        if not value or len(value) > SENTINEL_BYTES:
+            if value is None:
+                # NX, then GET: of several workers that start at once, all learn the one value that won.
+                connection.command(b"SET", SENTINEL_KEY, secrets.token_hex(16).encode(), b"NX")
+                value = connection.command(b"GET", SENTINEL_KEY)
+        if not value or len(value) > MAX_SENTINEL_BYTES:
             raise HostTierError("the sentinel key vanished or holds a foreign value")
         return value.decode("ascii", "replace")
 

@@ -15,6 +15,7 @@ from tier_client.errors import HostTierError
 from worker_service.core.ports import HostTier
 
 PERIOD_S = 2.0
+UNKNOWN = "the host tier does not say who it is: %s"
 _log = logging.getLogger(__name__)
 
 
@@ -32,6 +33,7 @@ class TierWatch:
     def __init__(self, tier: HostTier | None, period_s: float = PERIOD_S) -> None:
         self._tier = tier
         self._period_s = period_s
+        self._reason = ""  # why the store was not known at the last look
         self.facts = NO_TIER
 
     async def refresh(self) -> bool:
@@ -41,8 +43,11 @@ class TierWatch:
         try:
             identity = await asyncio.to_thread(self._tier.identity)
         except HostTierError as error:
-            _log.debug("the host tier does not say who it is: %s", error)
+            # Warned of once: the store is asked again and again, and a reason that stays needs somebody's hand.
+            _log.log(logging.DEBUG if str(error) == self._reason else logging.WARNING, UNKNOWN, error)
+            self._reason = str(error)
             return False
+        self._reason = ""
         before, self.facts = self.facts, TierFacts(self._tier.kind, identity)
         return self.facts != before
 

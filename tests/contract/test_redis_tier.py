@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from cache_service.core.host.host_key import parse_key
-from session.protocol import SENTINEL_KEY
+from session.protocol import MAX_SENTINEL_BYTES, SENTINEL_KEY
 from tests.contract.scripted_server import ScriptedServer
 from tests.redis_process import RedisProcess, find_redis_binary, free_port
 from tier_client.errors import HostTierError
@@ -65,6 +65,28 @@ def test_several_workers_learn_one_identity(redis: RedisProcess) -> None:
         assert client.ttl(SENTINEL_KEY) == -1
     for tier in tiers:
         tier.close()
+
+
+def test_a_full_store_says_who_it_is(redis: RedisProcess) -> None:
+    first, second = RedisTier(redis.url), RedisTier(redis.url)
+    name = first.identity()
+    with redis.client() as client:
+        client.config_set("maxmemory", 1)
+    assert first.identity() == second.identity() == name
+    assert first.put([b"k"], [[b"v"]]) == 0
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize("value", [b"", b"x" * (MAX_SENTINEL_BYTES + 1)])
+def test_a_foreign_sentinel_is_an_error_and_stays(redis: RedisProcess, value: bytes) -> None:
+    tier = RedisTier(redis.url)
+    with redis.client() as client:
+        client.set(SENTINEL_KEY, value)
+        with pytest.raises(HostTierError, match="foreign value"):
+            tier.identity()
+        assert client.get(SENTINEL_KEY) == value
+    tier.close()
 
 
 def test_values_end_by_themselves(redis: RedisProcess) -> None:

@@ -188,6 +188,20 @@ async def test_a_full_redis_keeps_what_it_has_and_refuses_the_rest(
     pair.check_running()
 
 
+async def test_a_worker_that_starts_while_redis_is_full_fetches_what_it_has(
+    client: Client, start: Starter, redis: RedisProcess, draw: Draw
+) -> None:
+    pair, prompt = Pair(start, redis), draw(LENGTH)
+    tokens = await spill(client, pair.cache.address, pair.here, prompt)
+    with redis.client() as connection:
+        connection.config_set("maxmemory", 1)
+    settings = {"host_tier": "redis", "redis_url": redis.url}
+    (late,) = await asyncio.to_thread(start.workers, pair.cache.address, 1, 3, **settings)
+    answer = await client.generate(late.address, prompt)
+    assert answer.tokens == tokens
+    assert answer.counts == (0, FETCHABLE, LENGTH - FETCHABLE)
+
+
 async def test_a_slow_or_stalled_redis_delays_nobody_for_good(
     client: Client, start: Starter, redis: RedisProcess, draw: Draw
 ) -> None:

@@ -312,6 +312,25 @@ def test_redis_is_killed_and_comes_back_empty(stage: Stage) -> None:
     check(client.fetch(PROMPT), 6)
 
 
+def test_a_full_redis_refuses_pages_and_gives_those_that_it_has(stage: Stage) -> None:
+    """A pause would show: it is longer than the test."""
+    client, engine_beside = stage.client(pause_s=3_600.0), stage.client(pause_s=3_600.0)
+    saved(stage, client)
+    with stage.redis.client() as redis:
+        redis.config_set("maxmemory", 1)
+    for _ in range(2):
+        assert client.save(path("new"), all_pages(1), payload) == 0
+        check(client.fetch(PROMPT), 6)
+    check(engine_beside.fetch(PROMPT), 6)
+    # What is gone is looked for in the store that is still the same.
+    hit = client.calls.lookup(PROMPT, 0)
+    assert hit is not None
+    client.calls.release(hit, 0, TransferStatus.DONE)
+    with stage.redis.client() as redis:
+        redis.delete(hit.pages[0].keys(0)[3])
+    check(client.fetch(PROMPT), 3)
+
+
 def test_redis_is_killed_between_lookup_and_read(stage: Stage) -> None:
     client = stage.client()
     saved(stage, client)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from session.words import HostTierKind
 from tier_client.errors import HostTierError
 from worker_service.host_tier.memory import MemoryTier
@@ -37,6 +39,16 @@ async def test_the_facts_follow_the_store() -> None:
     tier.name = "b"
     assert await watch.refresh()
     assert watch.facts.identity == "b"
+
+
+async def test_a_store_that_stays_unknown_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    tier = Named()
+    watch = TierWatch(tier)
+    for name in ("", "", "a", ""):
+        tier.name = name
+        await watch.refresh()
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warnings == ["the host tier does not say who it is: does not answer"] * 2
 
 
 async def test_a_change_is_told_once() -> None:
