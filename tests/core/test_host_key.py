@@ -16,7 +16,9 @@ def test_reads_as_fingerprint_group_rank_hash() -> None:
     assert build_key(key).startswith(scan_prefix(b"\x01\x02"))
 
 
-@given(st.binary(min_size=1, max_size=32), st.integers(0, 31), st.integers(0, 7), st.binary(min_size=32, max_size=32))
+@given(
+    st.binary(min_size=1, max_size=32), st.integers(0, 31), st.integers(0, 1023), st.binary(min_size=32, max_size=32)
+)
 def test_there_and_back(fingerprint: bytes, group: int, rank: int, page_hash: bytes) -> None:
     key = HostKey(fingerprint, group, rank, PageHash(page_hash))
     assert parse_key(build_key(key)) == key
@@ -33,6 +35,11 @@ def test_there_and_back(fingerprint: bytes, group: int, rank: int, page_hash: by
         b"stemcache:1:01:+0:0:" + b"0" * 64,
         b"stemcache:1:01: 0:0:" + b"0" * 64,
         b"stemcache:1:AB:0:0:" + b"0" * 64,
+        b"stemcache:1:01:-1:0:" + b"0" * 64,
+        b"stemcache:1:01:0:-1:" + b"0" * 64,
+        b"stemcache:1:01:32:0:" + b"0" * 64,
+        b"stemcache:1:01:0:1024:" + b"0" * 64,
+        b"stemcache:1:01:0:" + b"9" * 5000 + b":" + b"0" * 64,
         b"stemcache:1:\xff:0:0:" + b"0" * 64,
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from session.limits import MAX_GROUPS, MAX_RANKS
 from session.protocol import HOST_KEY_PREFIX
 from session.words import HASH_BYTES, PageHash
 
@@ -32,7 +33,7 @@ def scan_prefix(fingerprint: bytes) -> bytes:
 
 
 def parse_key(raw: bytes) -> HostKey | None:
-    """The inverse of build_key; None for a key that it did not build."""
+    """The inverse of build_key; None for a key that it did not build for any group and rank of a session."""
     if not raw.startswith(HOST_KEY_PREFIX):
         return None
     parts = raw[len(HOST_KEY_PREFIX) :].split(b":")
@@ -42,6 +43,8 @@ def parse_key(raw: bytes) -> HostKey | None:
         fingerprint, page_hash = bytes.fromhex(parts[0].decode()), bytes.fromhex(parts[3].decode())
         parsed = HostKey(fingerprint, int(parts[1]), int(parts[2]), PageHash(page_hash))
     except ValueError:
+        return None
+    if not (0 <= parsed.group < MAX_GROUPS and 0 <= parsed.rank < MAX_RANKS):
         return None
     # Only the canonical spelling counts: no signs, spaces, underscores or capitals.
     return parsed if len(page_hash) == HASH_BYTES and build_key(parsed) == raw else None
