@@ -15,13 +15,14 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.exceptions import ClusterDownError, OutOfMemoryError, ResponseError, TryAgainError
 
 from cache_service.clear_marks import FAILURES, ClearMarks
 from cache_service.core.cache_manager import CacheManager
 from cache_service.core.host.host_key import scan_prefix
 from cache_service.key_changes import ChangeLimits, KeyChanges
 from cache_service.key_scan import find_keys, with_ends_ms
-from session.protocol import SENTINEL_KEY
+from session.protocol import MAX_SENTINEL_BYTES, SENTINEL_KEY
 
 ADOPTED_AT_ONCE = 512
 
@@ -80,6 +81,8 @@ class RedisHostKeys:
         self._marks = ClearMarks(client, self._config.ttl_ms)
         self._changes = KeyChanges(client, self._config.change_limits(), clock)
         self._seen = ""
+        self._sentinel: bytes | None = None  # at the last look, a foreign value too
+        self._scan_reason = ""  # why the last scan failed
         self._failing = False
         self._closing = False
         self._tasks: list[asyncio.Task[None]] = []
@@ -145,14 +148,27 @@ class RedisHostKeys:
     async def _look_at_sentinel(self) -> None:
         """Looks at the sentinel key: Redis was flushed or replaced when it is gone, or another than before."""
         value = await self._client.get(SENTINEL_KEY)
-        found = value.decode("ascii", "replace") if value else ""
-        if self._seen and found != self._seen:
-            self._lose(self._seen)
-            if not found:
-                # Connected workers go on naming the store as they did in their Hello; so the name goes back.
-                await self._client.set(SENTINEL_KEY, self._seen, nx=True)
-        self._seen = found or self._seen
+        found = _identity_in(value)
+        if value != self._sentinel:
+            if self._seen and found != self._seen:
+                self._lose(self._seen)
+            if value is not None and not found:
+                log.warning(
+                    "the sentinel key holds a foreign value, so no worker learns which store this is: delete the key",
+                    extra={"key": SENTINEL_KEY.decode(), "num_bytes": len(value)},
+                )
+        self._sentinel, self._seen = value, found or self._seen
+        if value is None and self._seen:
+            await self._put_name_back()
         self._warn_of_foreign({tier for tier, _ in self._manager.tiers.named()} - {self._seen})
+
+    async def _put_name_back(self) -> None:
+        """Connected workers go on naming the store as they did in their Hello."""
+        try:
+            await self._client.set(SENTINEL_KEY, self._seen, nx=True)
+        except OutOfMemoryError:
+            return  # full, not away: the next look finds no name again
+        self._sentinel = self._seen.encode()  # a flush before the next look shows too
 
     def _lose(self, host_tier_id: str) -> None:
         log.warning("the host tier was flushed or replaced; its index is dropped", extra={"host_tier": host_tier_id})
@@ -200,30 +216,58 @@ class RedisHostKeys:
         await asyncio.sleep(self._config.watch_interval_s)
 
     async def _adopt_rows(self, tier: str, fingerprint: bytes) -> None:
+        """Scans once. Whatever goes wrong, nobody waits for ever: a scan that can succeed later is made again, any
+        other one has ended."""
         self._scanned.add((tier, fingerprint))
-        found: list[tuple[int, bytes]] = []
         try:
-            if await self._marks.is_left(fingerprint):
-                await self._delete_rows(fingerprint)
-                self._manager.tiers.end_scan(tier, fingerprint)
+            found = await self._find_rows(fingerprint)
+            self._scan_reason = ""
+            if not await self._add_rows(tier, fingerprint, found):
                 return
-            async for keys in self._keys_of(fingerprint):
-                found += await with_ends_ms(self._client, keys)
-            await asyncio.to_thread(found.sort, reverse=True)
-            if found:
-                self._changes.follow(await self._client.pttl(found[0][1]))
-        except FAILURES:
-            self._scanned.discard((tier, fingerprint))
-            return
+        except FAILURES as error:
+            self._warn_of_scan(error)
+            if _may_pass(error):
+                self._scanned.discard((tier, fingerprint))
+                return
+        except Exception:
+            log.exception("host keys: a scan failed; rows that it has not added are not counted")
+        self._manager.tiers.end_scan(tier, fingerprint)
+
+    async def _find_rows(self, fingerprint: bytes) -> list[bytes]:
+        """Returns the keys to adopt, those first that have most time to live; none after an unfinished Clear call."""
+        if await self._marks.is_left(fingerprint):
+            await self._delete_rows(fingerprint)
+            return []
+        found: list[tuple[int, bytes]] = []
+        async for keys in self._keys_of(fingerprint):
+            found += await with_ends_ms(self._client, keys)
+        await asyncio.to_thread(found.sort, reverse=True)
+        if found:
+            self._changes.follow(await self._client.pttl(found[0][1]))
+        return [key for _, key in found]
+
+    async def _add_rows(self, tier: str, fingerprint: bytes, found: Sequence[bytes]) -> bool:
+        """Returns False where the store was lost meanwhile: these keys may be of before, and are scanned for anew."""
         num_adopted = 0
         for at in range(0, len(found), ADOPTED_AT_ONCE):
             if (tier, fingerprint) not in self._scanned:
-                return  # lost meanwhile: these keys may be of before
-            keys = [key for _, key in found[at : at + ADOPTED_AT_ONCE]]
-            num_adopted += self._manager.tiers.add_scanned(tier, fingerprint, keys)
+                return False
+            num_adopted += self._manager.tiers.add_scanned(tier, fingerprint, found[at : at + ADOPTED_AT_ONCE])
             await asyncio.sleep(self._config.scan_pause_s)
-        self._manager.tiers.end_scan(tier, fingerprint)
         log.info("host rows adopted", extra={"host_tier": tier, "num_pages": num_adopted})
+        return True
+
+    def _warn_of_scan(self, error: Exception) -> None:
+        """Warns of each reason once, not at each of the attempts that follow."""
+        reason, self._scan_reason = self._scan_reason, str(error)
+        if reason == self._scan_reason:
+            return
+        log.warning(
+            "the scan for host rows failed; it is made again"
+            if _may_pass(error)
+            else "Redis refuses the scan for host rows: those from before this start are neither found nor counted",
+            extra={"reason": self._scan_reason},
+        )
 
     async def _delete_rows(self, fingerprint: bytes) -> None:
         """Deletes the rows of a Clear call that an earlier service did not finish."""
@@ -234,3 +278,15 @@ class RedisHostKeys:
 
     def _keys_of(self, fingerprint: bytes) -> AsyncIterator[list[bytes]]:
         return find_keys(self._client, scan_prefix(fingerprint), self._config.scan_pause_s)
+
+
+def _identity_in(value: bytes | None) -> str:
+    """Returns the store's identity; "" for a value that workers do not take for one."""
+    return value.decode("ascii", "replace") if value and len(value) <= MAX_SENTINEL_BYTES else ""
+
+
+def _may_pass(error: Exception) -> bool:
+    """Returns whether a later attempt can succeed: not where Redis answers that it will not do this."""
+    if isinstance(error, ResponseError):
+        return isinstance(error, ClusterDownError | TryAgainError) or str(error).startswith("BUSY")
+    return True
