@@ -34,7 +34,7 @@ from benchmarks.host import about_host, commit, gpu, short_name, versions
 from benchmarks.report import RESULTS
 from benchmarks.serving.answers import Answers
 from benchmarks.serving.cases import Bench
-from benchmarks.serving.figures import Row
+from benchmarks.serving.figures import Row, idle_percent
 from benchmarks.serving.load import QUICK, Sizes
 from benchmarks.serving.plan import KINDS, Case, all_cases, measured
 from benchmarks.serving.services import Services, service_variables, serving
@@ -180,7 +180,7 @@ def shown(rows: Sequence[Row]) -> Table:
             *(f"{value:,}" for value in (row.streams, row.context, row.cached_tokens)),
             *(_number(value, ",.0f") for value in (row.tokens_per_s,)),
             *(_number(value, ",.2f") for value in (row.wall_ms, row.device_ms)),
-            _number(row.idle_share, ".1%"),
+            idle_percent(row.idle_share),
             *(_number(value, ",.1f") for value in times),
             row.skipped or ("WRONG" if row.failures else f"{row.compared} right, {row.alone} alone"),
         )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.eval_report import README, ROOT, inserted, table_lines
+from benchmarks.serving.figures import idle_percent
 from benchmarks.serving.plot import serving_plot
 
 REPORT = ROOT / "benchmarks/results/serving-h200.json"
@@ -94,7 +95,7 @@ def _cells(row: Row) -> list[str]:
         _figure(row["tokens_per_s"], ",.0f"),
         times,
         *launch,
-        _figure(row["idle_share"], ".1%"),
+        idle_percent(row["idle_share"]),
         _figure(row["ttft_ms_p50"], ",.1f"),
     ]
 

@@ -165,6 +165,12 @@ def add_idle(row: Row, before: Counters, after: Counters) -> None:
         row.detail["idle_share_of_work"] = idle_s / (busy_s + idle_s)
 
 
+def idle_percent(share: float | None) -> str:
+    """Returns the share as it is shown. The times of a launch and of the device are not of the very same moments: of a
+    device that is never idle the share is a little more or less than nothing, and less is shown as nothing."""
+    return "" if share is None else f"{max(0.0, share):.1%}"
+
+
 def without_figures(row: Row) -> Row:
     """The row of a case that failed its checks."""
     kept = (row.name, row.kind, row.streams, row.context, row.new_tokens)

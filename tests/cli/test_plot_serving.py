@@ -75,6 +75,12 @@ def test_the_table_has_what_was_measured_only(report: dict[str, Any]) -> None:
         assert sentence in block
 
 
+@pytest.mark.parametrize(("share", "shown"), [(-0.0008, "0.0%"), (-0.0, "0.0%"), (0.0021, "0.2%"), (None, "")])
+def test_a_device_is_never_idle_for_less_than_nothing(report: dict[str, Any], share: float | None, shown: str) -> None:
+    row = timed(Row("streams_1_330", "streams", 1, 330, 160), **STEADY, device_ms=6.95, idle_share=share)
+    assert f"| 6.95 | 6.95 | {shown} |" in readme_block({**report, "rows": [row]})
+
+
 def test_the_table_is_in_the_order_of_prompts_and_streams(report: dict[str, Any]) -> None:
     sizes = [(330, 64), (4096, 1), (330, 1), (330, 16)]
     rows = [timed(Row("", "streams", streams, context, 160), **STEADY) for context, streams in sizes]
