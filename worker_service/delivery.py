@@ -108,6 +108,13 @@ class Delivery:
         for sequence_id, detail, field in failed:
             self._fail(sequence_id, Unservable(f"{field}: {detail}"))
 
+    def end_each(self, ended: Iterable[Output]) -> None:
+        """Ends requests that get no more tokens; each output has the reason."""
+        for output in ended:
+            generation = self._generations.get(output.sequence_id)
+            if generation is not None and output.finish is not None and output.usage is not None:
+                self._finish(generation, output.finish, output.usage, by_stop_string=False)
+
     def fail_all(self, error: Exception) -> None:
         for sequence_id in list(self._generations):
             self._fail(sequence_id, error)

@@ -134,7 +134,12 @@ class EngineLoop:
             raise self._fault
         has_reply = self._take_reply()
         new_tokens = self._take_launch()
-        progressed = self._follow_session() or has_reply or new_tokens is not None
+        progressed = has_reply or new_tokens is not None
+        if new_tokens is not None and self._session.is_welcomed:
+            # Before the Welcome is followed: its limits may end these streams behind those tokens.
+            self._has_news |= self._delivery.deliver(new_tokens)
+            new_tokens = None
+        progressed |= self._follow_session()
         progressed |= not self._stopping.is_set() and self._outages.go_on()
         # A device without work comes first. Otherwise the reply first: it may bring rows for the next launch.
         if has_reply or not self._launcher.num_in_flight:
@@ -276,6 +281,7 @@ class EngineLoop:
             self._scheduler.withhold_inventory()
         self._has_news = True
         self._delivery.fail_each(readmission.failed)
+        self._delivery.end_each(readmission.ended)
         if readmission.repeat is not None:
             self._exchange.send(readmission.repeat)
         self.connected.set()

@@ -274,6 +274,9 @@ class Machine:
         """A new session; returns the step that is to be repeated."""
         readmission = self.scheduler.readmit(self.manager.hello(self.scheduler.generation))
         self.give_up(readmission.failed)
+        for output in readmission.ended:
+            self.take(output)
+            self.clients[output.sequence_id].max_tokens = len(self.clients[output.sequence_id].tokens)
         return readmission.repeat
 
     def new_manager(self, limits: SessionLimits) -> None:

@@ -13,8 +13,10 @@ import pytest
 
 from session.messages import Step
 from session.words import TicketId, Transfer
+from tests.worker_service.audited_manager import AuditedManager
 from tests.worker_service.engine_harness import EngineHarness, collect, reference, running_engine
 from worker_service.core.errors import (
+    InvalidField,
     SessionLost,
     SessionRefused,
     StepRejected,
@@ -22,6 +24,7 @@ from worker_service.core.errors import (
     Unservable,
     WorkerStopped,
 )
+from worker_service.core.sequence import FinishReason
 from worker_service.serving.servicer import CODES
 from worker_service.session_retries import MAX_BEGINNINGS, REJECTIONS_OF_A_STEP
 
@@ -71,6 +74,29 @@ async def test_live_requests_are_adopted_by_a_new_manager(number: int) -> None:
         assert harness.cache.num_hellos == 2
         if number > 3:
             assert harness.cache.manager.adopted, "everything started anew"
+
+
+async def test_an_answer_ends_where_a_new_manager_has_smaller_limits() -> None:
+    async with running_engine() as harness:
+        cache, most = harness.cache, 30
+
+        def on_step(step: Step) -> None:
+            old = cache.manager
+            if len(cache.steps) == 25:
+                limits = old.limits._replace(max_sequence_tokens=most)
+                cache.manager = AuditedManager(old.groups, old.page_tokens, "epoch-2", limits=limits)
+                raise SessionLost("that manager is gone")
+
+        cache.on_step = on_step
+        prompt = prompts()[0]
+        whole, short = await asyncio.gather(collect(harness.ask(prompt, 150)), collect(harness.ask([5] * 3, 26)))
+        assert whole.finish_reason is FinishReason.LENGTH and whole.usage is not None
+        assert most <= len(prompt) + len(whole.token_ids) < 150
+        assert whole.token_ids == reference(prompt, len(whole.token_ids))
+        assert whole.usage.generated_tokens == len(whole.token_ids)
+        assert short.token_ids == reference([5] * 3, 26)
+        with pytest.raises(InvalidField, match="max_sequence_tokens = 30"):
+            harness.ask([1] * most)
 
 
 async def test_requests_wait_while_nobody_answers_and_run_then() -> None:

@@ -134,6 +134,36 @@ def test_smaller_limits_fail_the_requests_beyond_them_alone() -> None:
     driven.check_over()
 
 
+@pytest.mark.parametrize("num_tokens", [30, 31])
+def test_answers_that_smaller_limits_leave_no_room_end_there(num_tokens: int) -> None:
+    """Their prompts are within the limits, so that the callers asked for nothing that is not served."""
+    driven = machine(decode_lookahead=0)
+    ends, goes_on = driven.ask([1] * 20, max_tokens=100), driven.ask([2] * 5, max_tokens=12)
+    while len(driven.clients[ends].tokens) < num_tokens - 20:
+        driven.turn()
+        driven.end_launches()
+    driven.restart_manager(LIMITS._replace(max_sequence_tokens=30))
+    assert (driven.clients[ends].failed, usage_of(driven, ends).generated_tokens) == ("", num_tokens - 20)
+    driven.adopt_all()
+    driven.run()
+    assert usage_of(driven, goes_on).generated_tokens == 12
+    driven.check_over()
+
+
+def test_an_answer_that_waits_for_its_turn_ends_there_too() -> None:
+    driven = machine(decode_lookahead=0)
+    ids = [driven.ask([number] * 20, max_tokens=100) for number in range(2)]
+    while len(driven.clients[ids[1]].tokens) < 20:
+        driven.turn()
+    driven.restart_manager(LIMITS._replace(max_live_sequences=1))
+    assert driven.scheduler.num_waiting == 1
+    driven.restart_manager(LIMITS._replace(max_sequence_tokens=30))
+    for number in ids:
+        assert usage_of(driven, number).generated_tokens >= 20 and not driven.clients[number].failed
+    driven.run()
+    driven.check_over()
+
+
 def test_fewer_live_sequences_queue_the_youngest_again() -> None:
     driven = machine()
     ids = [driven.ask([number] * 6, max_tokens=10) for number in range(4)]

@@ -69,16 +69,19 @@ class Terms:
         return MessageRoom(self.limits.max_step_items, self._half())
 
     def excess(self, sequence: Sequence) -> TooLong | None:
-        """Returns why the sequence is beyond the limits; None when it is within them."""
-        length, most = len(sequence.tokens), self.config.max_model_len
+        """Returns why the sequence's names or its prompt are beyond the limits; None when they are within them."""
         for field in ("adapter", "salt"):
             num_chars = len(getattr(sequence.namespace, field))
             if num_chars > self.limits.max_name_chars:
                 limit = f"max_name_chars = {self.limits.max_name_chars} of the cache service"
                 return TooLong(field, f"has {num_chars} characters, more than {limit}")
-        if length >= most:
-            return TooLong("prompt", f"{length} tokens leave no room in {self._longest()}")
+        if sequence.prompt_len >= self.config.max_model_len:
+            return TooLong("prompt", f"{sequence.prompt_len} tokens leave no room in {self._longest()}")
         return None
+
+    def is_full(self, sequence: Sequence) -> bool:
+        """Returns whether no token fits behind those that the sequence has."""
+        return len(sequence.tokens) >= self.config.max_model_len
 
     def _longest(self) -> str:
         most = self.config.max_model_len

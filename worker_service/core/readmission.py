@@ -21,11 +21,12 @@ from worker_service.core.admission import Admission
 from worker_service.core.adoption import Adoptions
 from worker_service.core.asked import Ask
 from worker_service.core.errors import LostPlace
+from worker_service.core.launches import Output
 from worker_service.core.limits import Terms
 from worker_service.core.queues import Queues
 from worker_service.core.reply_handler import Failed
 from worker_service.core.restoration import PageRecords
-from worker_service.core.sequence import Sequence, State
+from worker_service.core.sequence import FinishReason, Sequence, State
 from worker_service.core.step_builder import StepBuilder
 
 # Steps with an acquire of one sequence that ended their sessions; it fails alone at the second one.
@@ -33,10 +34,12 @@ MAX_REJECTED = 2
 
 
 class Readmission(NamedTuple):
-    """`repeat` is the step to send again, if any; the clients of the `failed` requests are to be told."""
+    """`repeat` is the step to send again, if any; the clients of the `failed` requests and of the `ended` ones, which
+    get no more tokens, are to be told."""
 
     repeat: Step | None
     failed: tuple[Failed, ...]
+    ended: tuple[Output, ...]
 
 
 class Readmitter:
@@ -80,16 +83,16 @@ class Readmitter:
             raise LostPlace(f"the cache service is at step {welcome.last_step_id}, which this worker did not send last")
         self._epoch, self._generation, self.is_detached = welcome.epoch, welcome.generation, False
         self._terms.take(welcome.limits, welcome.capabilities)
-        failed = self._fail_excessive()
+        failed, ended = self._fail_excessive(), self._end_full()
         if not is_same:
             self._begin_anew(welcome)
         if welcome.forget is not None:
             self._recorder.forget(welcome.forget)
         if is_same:
-            return Readmission(self._steps.unanswered, failed)
+            return Readmission(self._steps.unanswered, failed, ended)
         if INVENTORY in welcome.capabilities:
             self._restoration.begin()
-        return Readmission(None, failed)
+        return Readmission(None, failed, ended)
 
     def reject_step(self) -> tuple[Failed, ...]:
         """The unanswered step ended two sessions: it is void, and the next Hello begins anew.
@@ -113,6 +116,16 @@ class Readmitter:
             if (excess := self._terms.excess(sequence)) is not None:
                 failed.append(self._fail(sequence, excess.field, excess.reason))
         return tuple(failed)
+
+    def _end_full(self) -> tuple[Output, ...]:
+        """Ends the sequences whose answers have come to the limits' end, as they would have under these from the start:
+        what they got stays right."""
+        ended = []
+        for sequence in list(self._queues.unfinished.values()):
+            if self._terms.is_full(sequence):
+                self._queues.finish(sequence, ReleaseReason.FINISHED, publishes=False)
+                ended.append(Output(sequence.sequence_id, (), FinishReason.LENGTH, sequence.usage()))
+        return tuple(ended)
 
     def _fail(self, sequence: Sequence, field: str, reason: str) -> Failed:
         self._queues.finish(sequence, ReleaseReason.ABORTED, publishes=False)
