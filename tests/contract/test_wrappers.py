@@ -22,6 +22,25 @@ def test_memory_drops_the_least_recently_used() -> None:
     assert tier.num_bytes == 250
 
 
+def kept(tier: MemoryTier) -> bytes:
+    return b"".join(tier._values)
+
+
+def test_memory_drops_the_last_of_those_together_first() -> None:
+    """What follows a prompt's first page is no use without it."""
+    tier = MemoryTier(6)
+    tier.put([b"a", b"b", b"c"], [[b"x"]] * 3)
+    tier.put([b"d", b"e", b"f"], [[b"x"]] * 3)
+    tier.put([b"g"], [[b"x"]])
+    assert kept(tier) == b"bafedg"
+    tier.get([b"a", b"b", b"c"], 1)
+    assert kept(tier) == b"fedgba"
+    tier.put([b"h", b"i"], [[b"xx"]] * 2)
+    assert kept(tier) == b"baih"
+    tier.put([b"j", b"k", b"l"], [[bytes(3)]] * 3)
+    assert kept(tier) == b"kj"
+
+
 def test_memory_counts_a_replaced_value_once() -> None:
     tier = MemoryTier(300)
     for size in (100, 200, 50):

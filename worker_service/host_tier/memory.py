@@ -1,6 +1,7 @@
 """The private host tier: values in this process's own memory, the least recently used ones dropped first.
 
-The values end with the process.
+Of values that are put or read together the last ones are dropped first: without a prompt's first pages its others are
+no use. The values end with the process.
 """
 
 from __future__ import annotations
@@ -45,11 +46,13 @@ class MemoryTier:
     def put(self, keys: Sequence[bytes], values: Sequence[Sequence[bytes | memoryview]]) -> int:
         if len(keys) != len(values):
             raise ValueError(f"{len(keys)} keys for {len(values)} values")
-        for stored, (key, parts) in enumerate(zip(keys, values, strict=True)):
-            value = b"".join(parts)  # outside the lock: the copy is the work
-            if not self._keep(key, value):
-                return stored
-        return len(keys)
+        with self._lock:
+            self._check_open()
+        sizes = (sum(memoryview(part).nbytes for part in parts) for parts in values)
+        num_fit = next((number for number, size in enumerate(sizes) if size > self._capacity_bytes), len(keys))
+        for number in reversed(range(num_fit)):
+            self._keep(keys[number], b"".join(values[number]))  # joined outside the lock: the copy is the work
+        return num_fit
 
     def get(self, keys: Sequence[bytes], max_bytes: int) -> list[bytearray | None]:
         found = self._find(keys)
@@ -88,7 +91,7 @@ class MemoryTier:
     def _find(self, keys: Sequence[bytes]) -> list[_Value | None]:
         with self._lock:
             self._check_open()
-            for key in keys:
+            for key in reversed(keys):
                 if key in self._values:
                     self._values.move_to_end(key)
             return [self._values.get(key) for key in keys]
