@@ -43,12 +43,23 @@ def check_inventory(machine: Machine) -> int:
     return num_reached
 
 
-def num_cut_off(machine: Machine) -> int:
-    """Returns how many known pages are there in every FULL group, behind one that is not: no prompt reaches them."""
+def pages_in_tables(machine: Machine) -> set[int]:
+    """Returns the leading group's pages that are in block tables of sequences with leases."""
+    leading = machine.scheduler.inventory.leading
+    assert leading is not None
+    return {page_id for row in machine.scheduler._queues.leased for page_id in row.tables[leading]}
+
+
+def num_cut_off(machine: Machine, in_tables: set[int]) -> int:
+    """Returns how many known pages are there in every FULL group, behind one that is not: no prompt reaches them.
+
+    Those in block tables are left out. Who reads such a page has the ones before it, too; else it was granted to be
+    written, and is forgotten only when the fetch before it has ended.
+    """
     inventory, groups = machine.scheduler.inventory, machine.config.groups
     stamps, whole = inventory.stamps, {page_id for page_id, stamp in enumerate(inventory.stamps) if stamp}
     for group, leads in inventory.leads.items():
         if groups[group].kind is GroupKind.FULL:
             links = zip(leads, inventory.lead_stamps[group], strict=True)
             whole &= {lead for lead, stamp in links if stamp and stamps[lead] == stamp}
-    return sum(not whole.issuperset(chain(inventory, page_id) or [0]) for page_id in whole)
+    return sum(not whole.issuperset(chain(inventory, page_id) or [0]) for page_id in whole - in_tables)
