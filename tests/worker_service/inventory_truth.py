@@ -44,7 +44,7 @@ def check_inventory(machine: Machine) -> int:
 
 
 def pages_in_tables(machine: Machine) -> set[int]:
-    """Returns the leading group's pages that are in block tables of sequences with leases; none without such a group."""
+    """Returns the leading group's pages that are in tables of sequences with leases; none without such a group."""
     leading = machine.scheduler.inventory.leading
     rows = machine.scheduler._queues.leased if leading is not None else ()
     return {page_id for row in rows for page_id in row.tables[leading]}
