@@ -80,7 +80,7 @@ LONGEST_FIRST = (
 
 
 # Where a test may load a model into the tests' own process, which then flushes subnormal numbers to zero.
-COMPUTES = ("worker_service", "kernels", "e2e")
+COMPUTES = ("worker_service", "e2e")
 
 
 @pytest.hookimpl(tryfirst=True)
