@@ -20,5 +20,5 @@ WORKER_CAPABILITIES: tuple[str, ...] = (INVENTORY,)
 HOST_KEY_PREFIX = b"stemcache:1:"
 # Holds the store's identity, so that a flush, or another store, is noticed.
 SENTINEL_KEY = HOST_KEY_PREFIX + b"sentinel"
-# An identity is not empty, and has at most so many bytes; any other value of the key is somebody else's.
+# The store's identity has 1 to this many bytes; another value of the key was not written by a worker.
 MAX_SENTINEL_BYTES = 64

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from session.protocol import MAX_SENTINEL_BYTES, SENTINEL_KEY
+from session.redis_url import parse_redis_url
 from session.words import HostTierKind
 from tier_client.errors import HostTierError, TooLongReply
 from tier_client.redis_parts import IN_FLIGHT, read_found, read_parts, read_stored, store_parts
-from tier_client.redis_url import parse_redis_url
 from tier_client.resp import Buffer, RespConnection, encode_command
 
 VALUES_PER_COMMAND = 8

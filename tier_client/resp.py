@@ -11,8 +11,8 @@ import struct
 import time
 from collections.abc import Sequence
 
+from session.redis_url import RedisAddress
 from tier_client.errors import ErrorReply, HostTierError, TooLongReply
-from tier_client.redis_url import RedisAddress
 
 SOCKET_BUFFER_BYTES = 4 << 20
 READ_AHEAD_BYTES = 4096

@@ -27,7 +27,7 @@ def kept(tier: MemoryTier) -> bytes:
 
 
 def test_memory_drops_the_last_of_those_together_first() -> None:
-    """What follows a prompt's first page is no use without it."""
+    """A prompt's later pages cannot be used without its first ones, so they are dropped first."""
     tier = MemoryTier(6)
     tier.put([b"a", b"b", b"c"], [[b"x"]] * 3)
     tier.put([b"d", b"e", b"f"], [[b"x"]] * 3)

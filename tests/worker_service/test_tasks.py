@@ -67,9 +67,7 @@ async def test_an_order_that_cannot_be_followed_ends_the_engine(is_idle: bool) -
 
 
 @pytest.mark.parametrize("asks", [True, False])
-async def test_an_error_of_the_reader_reaches_whoever_waits_for_the_stream(
-    monkeypatch: pytest.MonkeyPatch, asks: bool
-) -> None:
+async def test_a_readers_error_is_raised_by_every_waiting_call(monkeypatch: pytest.MonkeyPatch, asks: bool) -> None:
     def decode(message: cache_pb2.Order) -> Transfer:
         raise Unexpected("unexpected")
 

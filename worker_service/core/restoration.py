@@ -30,7 +30,7 @@ from worker_service.core.limits import ITEM_BYTES, MessageRoom, name_bytes
 PLANNED_PAGES = 4096
 LOOKS = 3
 PART = PLANNED_PAGES // 4  # looked at between two yields
-SAMPLED = 64  # one of so many items tells where to divide them
+SAMPLED = 64  # every 64th item is sampled to choose the bounds of the buckets that are sorted
 
 _T = TypeVar("_T")
 

@@ -1,6 +1,6 @@
 """The port of a runner as Protocols: submit a batch, wait for its tokens.
 
-Knows no model and no tensor.
+Imports neither models nor PyTorch.
 """
 
 from __future__ import annotations
