@@ -21,6 +21,7 @@ def sum_rows(
     stride_gate,
     D: tl.constexpr,
     TOP_K: tl.constexpr,
+    PLACES: tl.constexpr,
     COLUMNS: tl.constexpr,
     HAS_SHARED: tl.constexpr,
     HAS_GATE: tl.constexpr,
@@ -34,8 +35,8 @@ def sum_rows(
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     total = tl.zeros((COLUMNS,), tl.float32)
     for place in tl.static_range(TOP_K):
-        row = tl.load(rows_ptr + (token * TOP_K + place) * stride_row + d, mask=ok, other=0.0)
-        total += tl.load(weights_ptr + token * TOP_K + place) * row.to(tl.float32)
+        row = tl.load(rows_ptr + (token * PLACES + place) * stride_row + d, mask=ok, other=0.0)
+        total += tl.load(weights_ptr + token * PLACES + place) * row.to(tl.float32)
     if HAS_SHARED:
         shared = tl.load(shared_ptr + token * stride_shared + d, mask=ok, other=0.0).to(tl.float32)
         if HAS_GATE:
@@ -51,8 +52,10 @@ def launch(
     shared: torch.Tensor | None,
     gate: torch.Tensor | None,
     out: torch.Tensor,
+    top_k: int,
 ) -> None:
-    """Fills out; checked, non-empty arguments. Products and sums are rounded apart, as torch does."""
+    """Fills out; checked, non-empty arguments. Products and sums are rounded apart, as torch does. Each token has as
+    many rows as weights; the first top_k are summed."""
     num_tokens, dim = out.shape
     columns = min(COLUMNS, triton.next_power_of_2(dim))
     with torch.cuda.device_of(rows):
@@ -66,7 +69,8 @@ def launch(
             0 if shared is None else shared.stride(0),
             0 if gate is None else gate.stride(0),
             D=dim,
-            TOP_K=weights.shape[1],
+            TOP_K=top_k,
+            PLACES=weights.shape[1],
             COLUMNS=columns,
             HAS_SHARED=shared is not None,
             HAS_GATE=gate is not None,

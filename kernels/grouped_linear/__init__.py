@@ -19,6 +19,7 @@ from kernels.errors import KernelArgumentError
 from kernels.grouped_linear import cpu, hopper, reference
 from kernels.grouped_linear.cpu import PackedExperts
 from kernels.grouped_linear.plan import TILE_ROWS, ExpertPlan, empty_plan, usual_tile_rows
+from kernels.grouped_linear.some_experts import GroupedWeight, first_experts, last_expert
 from kernels.grouped_linear.stored import Fp8Experts, Mxfp4Experts, StoredExperts, check_stored, dequantised
 from kernels.grouped_linear.words import ExpertWords, Fp8Words, Mxfp4Words, bytes_of, check_words
 
@@ -27,12 +28,15 @@ __all__ = [
     "ExpertPlan",
     "Fp8Experts",
     "Fp8Words",
+    "GroupedWeight",
     "Mxfp4Experts",
     "Mxfp4Words",
     "PackedExperts",
     "StoredExperts",
     "dequantised",
+    "first_experts",
     "grouped_linear",
+    "last_expert",
     "packed_experts",
     "plan_experts",
 ]
@@ -72,7 +76,7 @@ def plan_experts(
 
 def grouped_linear(
     x: torch.Tensor,
-    weight: torch.Tensor | PackedExperts | StoredExperts | ExpertWords,
+    weight: GroupedWeight,
     plan: ExpertPlan,
     bias: torch.Tensor | None = None,
     *,
@@ -109,7 +113,7 @@ def grouped_linear(
 
 def packed_experts(
     weight: torch.Tensor | StoredExperts, backend: Backend = Backend.AUTO, *, dtype: torch.dtype = torch.bfloat16
-) -> torch.Tensor | PackedExperts | StoredExperts | ExpertWords:
+) -> GroupedWeight:
     """Returns the weight [num_experts, N, K] as `grouped_linear` takes it best with rows of that dtype: packed for fp32
     on a CPU, a stored one in words on a Hopper GPU where these give its bits, else itself."""
     if isinstance(weight, StoredExperts):
@@ -145,9 +149,7 @@ def _multiply(
         launch(x, weight, bias, plan, out)
 
 
-def _check_weight(
-    weight: torch.Tensor | PackedExperts | StoredExperts | ExpertWords, plan: ExpertPlan, device: torch.device
-) -> tuple[int, int]:
+def _check_weight(weight: GroupedWeight, plan: ExpertPlan, device: torch.device) -> tuple[int, int]:
     """Returns the outputs and the depth of each expert."""
     check_tensor("plan.order", plan.order, (None,), (torch.int32,), device)
     if isinstance(weight, StoredExperts):

@@ -23,6 +23,7 @@ def route_experts(
     selection_bias: torch.Tensor | None = None,
     *,
     expert_ids: torch.Tensor | None = None,
+    fused_shared: bool = False,
     backend: Backend = Backend.AUTO,
 ) -> Routing:
     """Returns the top_k experts of each row of logits [num_tokens, num_experts], which may be slices of wider rows.
@@ -31,6 +32,8 @@ def route_experts(
     unless groups are ranked by sums, experts are ranked by their logits, which are in the scores' order: so no rounding
     makes two of them equal. A NaN ranks as minus infinity: ids are distinct and in range whatever the logits are.
     expert_ids int32 [num_tokens, top_k] are taken as they are: nothing is chosen, and their scores make the weights.
+    With `fused_shared` each token has a last expert more, num_experts, with a weight of 1: the shared expert of a layer
+    that computes it with the others.
     """
     check_tensor("logits", logits, (None, None), KV_DTYPES, logits.device)
     check_rows("logits", logits)
@@ -40,7 +43,9 @@ def route_experts(
     rule.check(num_experts)
     if selection_bias is not None:
         check_dense("selection_bias", selection_bias, (num_experts,), (torch.float32,), logits.device)
-    size = (num_tokens, rule.top_k)
+    if fused_shared and expert_ids is not None:
+        raise KernelArgumentError("fused_shared: experts that are given are no choice that one could be added to")
+    size = (num_tokens, rule.top_k + fused_shared)
     if expert_ids is None:
         ids = torch.empty(size, dtype=torch.int32, device=logits.device)
     else:

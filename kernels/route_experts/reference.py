@@ -8,7 +8,11 @@ from kernels.route_experts.routing import LEAST_SUM, LINEAR_FROM, Routing, Routi
 def route_experts(
     logits: torch.Tensor, rule: RoutingRule, selection_bias: torch.Tensor | None, routing: Routing, chooses: bool
 ) -> None:
-    """Fills the routing, or where it chooses none the weights of its experts."""
+    """Fills the routing, or where it chooses none the weights of its experts. A place behind the rule's top_k is the
+    shared expert's."""
+    routing.expert_ids[:, rule.top_k :] = logits.shape[1]
+    routing.weights[:, rule.top_k :] = 1.0
+    routing = Routing(routing.expert_ids[:, : rule.top_k], routing.weights[:, : rule.top_k])
     logits = logits.float()
     if chooses:
         routing.expert_ids.copy_(_best(_ranked_by(logits, rule, selection_bias), rule))

@@ -62,7 +62,8 @@ class RoutingRule(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """Each token's experts, best first: expert_ids int32 and weights fp32, both [num_tokens, top_k]."""
+    """Each token's experts, best first: expert_ids int32 and weights fp32, both [num_tokens, top_k], or
+    one wider with a fused shared expert."""
 
     expert_ids: torch.Tensor
     weights: torch.Tensor

@@ -71,6 +71,7 @@ def route_rows(
     TOP_K: tl.constexpr,
     SCORING: tl.constexpr,
     CHOOSES: tl.constexpr,
+    FUSED_SHARED: tl.constexpr,
     RENORMALISE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -104,8 +105,12 @@ def route_rows(
     if GROUPS > 1:
         left = _in_best_groups(ranked, group, member, left, TOP_GROUPS, GROUP_BEST, END)
 
+    PLACES: tl.constexpr = TOP_K + FUSED_SHARED
     slot = tl.arange(0, BLOCK_K)
     is_slot = slot < TOP_K
+    if FUSED_SHARED:
+        tl.store(ids_ptr + row * PLACES + TOP_K, END)
+        tl.store(weights_ptr + row * PLACES + TOP_K, 1.0)
     if CHOOSES:
         ids = tl.zeros((BLOCK_K,), tl.int32)
         chosen = tl.full((BLOCK_K,), float("-inf"), tl.float32)
@@ -115,9 +120,9 @@ def route_rows(
             left = left & (expert != choice)
             ids = tl.where(slot == place, choice, ids)
             chosen = tl.where(slot == place, tl.sum(tl.sum(tl.where(expert == choice, logit, 0.0), 1), 0), chosen)
-        tl.store(ids_ptr + row * TOP_K + slot, ids, mask=is_slot)
+        tl.store(ids_ptr + row * PLACES + slot, ids, mask=is_slot)
     else:
-        given = tl.load(ids_ptr + row * TOP_K + slot, mask=is_slot, other=0)
+        given = tl.load(ids_ptr + row * PLACES + slot, mask=is_slot, other=0)
         chosen = tl.load(logits_ptr + row * stride_row + given, mask=is_slot, other=float("-inf")).to(tl.float32)
     if SCORING:
         weights = _score(chosen, SCORING)
@@ -129,7 +134,7 @@ def route_rows(
         weights = tl.exp(chosen - highest) / tl.sum(tl.sum(tl.exp(logit - highest), 1), 0)
     if RENORMALISE:
         weights /= tl.sum(tl.where(is_slot, weights, 0.0), 0) + TINY
-    tl.store(weights_ptr + row * TOP_K + slot, weights * scale, mask=is_slot)
+    tl.store(weights_ptr + row * PLACES + slot, weights * scale, mask=is_slot)
 
 
 def launch(
@@ -144,19 +149,22 @@ def launch(
             *routing,
             rule.scale,
             logits.stride(0),
-            **constants(rule, num_experts, selection_bias is not None, chooses),
+            **constants(rule, num_experts, selection_bias is not None, chooses, routing.weights.shape[1] > rule.top_k),
             num_warps=1,
             **overlap_options(logits.device),
         )
 
 
-def constants(rule: RoutingRule, num_experts: int, has_bias: bool, chooses: bool = True) -> dict[str, int]:
+def constants(
+    rule: RoutingRule, num_experts: int, has_bias: bool, chooses: bool = True, fused_shared: bool = False
+) -> dict[str, int]:
     """Returns what the kernel knows of a rule when it is compiled."""
     size = num_experts // rule.num_groups
     return {
         "TOP_K": rule.top_k,
         "SCORING": _SCORINGS[rule.scoring],
         "CHOOSES": chooses,
+        "FUSED_SHARED": fused_shared,
         "RENORMALISE": rule.renormalise,
         "HAS_BIAS": has_bias,
         "GROUPS": rule.num_groups,

@@ -47,6 +47,20 @@ def test_a_shared_expert_is_added(target: Target, dtype: torch.dtype) -> None:
     assert_same_bits(combine_experts(rows, weights, shared, gate, backend=target.backend), alone + gated)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_fused_shared_expert_is_added(target: Target, dtype: torch.dtype) -> None:
+    """The last of each token's rows; its weight is not read."""
+    rows, weights = made(15, 40).to(dtype).to(target.device), made(5, 3, seed=1).to(target.device)
+    gate = made(5, 1, seed=2).to(dtype).to(target.device)
+    weights[:, 2] = torch.nan
+    of_token = rows.view(5, 3, 40)
+    chosen, shared = of_token[:, :2].reshape(10, 40), of_token[:, 2].contiguous()
+    for given in (None, gate):
+        wanted = combine_experts(chosen, weights[:, :2].contiguous(), shared, given, backend=target.backend)
+        fused = combine_experts(rows, weights, gate=given, fused_shared=True, backend=target.backend)
+        assert_same_bits(fused, wanted)
+
+
 def test_a_row_has_its_own_bits(target: Target) -> None:
     rows, weights = made(66, 300).to(target.device), made(33, 2, seed=1).to(target.device)
     together = combine_experts(rows, weights, backend=target.backend)
@@ -88,6 +102,12 @@ def test_wrong_arguments_are_named(rows: torch.Tensor, weights: torch.Tensor, me
 def test_wrong_shared_experts_are_named(shared: torch.Tensor | None, gate: torch.Tensor | None, message: str) -> None:
     with pytest.raises(KernelArgumentError, match=message):
         combine_experts(made(6, 8), made(3, 2), shared, gate)
+
+
+def test_a_fused_shared_expert_needs_a_row() -> None:
+    for rows, weights, shared in ((made(3, 8), made(3, 1), None), (made(6, 8), made(3, 2), made(3, 8))):
+        with pytest.raises(KernelArgumentError, match="fused_shared: needs rows of a chosen and of the shared expert"):
+            combine_experts(rows, weights, shared, fused_shared=True)
 
 
 @pytest.mark.skipif(INTERPRETING, reason="the references against transformers")

@@ -47,8 +47,8 @@ def test_routing(experts: int, rule: RoutingRule, has_bias: bool) -> None:
     from kernels.route_experts.triton import constants, route_rows
 
     pointer = kinds("fp32", ids_ptr="*i32")
-    for chooses in (True, False):
-        given = constants(rule, experts, has_bias, chooses)
+    for chooses, fused_shared in ((True, False), (True, True), (False, False)):
+        given = constants(rule, experts, has_bias, chooses, fused_shared)
         built = compile_for_hopper(route_rows, {**given, "OVERLAPS": True}, 1, pointer)
         assert not built.spills
         check_waits(built)
@@ -174,7 +174,7 @@ def test_plans_in_chunks(chunk: int) -> None:
 def test_sums(has_shared: bool, has_gate: bool) -> None:
     from kernels.combine_experts.triton import COLUMNS, sum_rows
 
-    constants = {"D": 2880, "TOP_K": 8, "COLUMNS": COLUMNS, "HAS_SHARED": has_shared, "HAS_GATE": has_gate}
+    constants = {"D": 2880, "TOP_K": 8, "PLACES": 9, "COLUMNS": COLUMNS, "HAS_SHARED": has_shared, "HAS_GATE": has_gate}
     pointers = kinds("bf16", weights="*fp32")
     built = compile_for_hopper(sum_rows, {**constants, "OVERLAPS": True}, 4, pointers, enable_fp_fusion=False)
     assert not built.spills and "ld.global.v4" in built.ptx and "fma" not in built.ptx

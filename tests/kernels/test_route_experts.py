@@ -85,6 +85,23 @@ def test_a_row_has_its_own_bits(target: Target, experts: int, rule: RoutingRule)
 
 
 @pytest.mark.parametrize("name", RULES)
+def test_a_fused_shared_expert_is_the_last_of_each_token(target: Target, name: str) -> None:
+    """The others and their weights have the bits that they have without it."""
+    logits, rule = logits_of(9, 20).to(target.device), RULES[name]
+    alone = route_experts(logits, rule, backend=target.backend)
+    got = route_experts(logits, rule, fused_shared=True, backend=target.backend)
+    assert got.expert_ids[:, -1].tolist() == [20] * 9 and got.weights[:, -1].tolist() == [1.0] * 9
+    assert_same_bits(got.expert_ids[:, :-1].contiguous(), alone.expert_ids)
+    assert_same_bits(got.weights[:, :-1].contiguous(), alone.weights)
+
+
+def test_a_fused_shared_expert_is_chosen_with_others() -> None:
+    ids = torch.zeros(3, 2, dtype=torch.int32)
+    with pytest.raises(KernelArgumentError, match="fused_shared: experts that are given are no choice"):
+        route_experts(torch.zeros(3, 4), RoutingRule(2), expert_ids=ids, fused_shared=True)
+
+
+@pytest.mark.parametrize("name", RULES)
 def test_given_experts_are_weighted_by_their_scores(target: Target, name: str) -> None:
     """Those that the rule chooses get the same weights when they are given, in any order; logits may be extreme."""
     logits, rule = logits_of(5, 20) * 1.0, RULES[name]

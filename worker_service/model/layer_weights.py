@@ -176,7 +176,8 @@ class DenseWeights:
 class MoeWeights:
     """gate_up [num_experts, 2 intermediate, hidden] and down [num_experts, hidden, intermediate], with biases of
     [num_experts, rows], both in the model's dtype or as their checkpoint stores them; the selection bias is fp32
-    [num_experts]. Experts without a gate have half of gate_up's rows.
+    [num_experts]. Experts without a gate have half of gate_up's rows. With `fused_shared` gate_up and down have one
+    expert more behind these, the shared one, and `shared` is None.
     `latents` are the projections to the experts' input and from their output. Of the router's rows those behind the
     experts' are the shared expert's gate, where there is one, and zeros. `experts_of_token` int32 [vocab_size, top_k]
     stands for a choice."""
@@ -188,6 +189,7 @@ class MoeWeights:
     down_bias: torch.Tensor | None = None
     selection_bias: torch.Tensor | None = None
     shared: DenseWeights | None = None
+    fused_shared: bool = False
     latents: tuple[Linear, Linear] | None = None
     experts_of_token: torch.Tensor | None = None
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Protocol, assert_never
+from typing import NamedTuple, Protocol, assert_never
 
 import torch
 
-from kernels.backend import Backend
+from kernels.backend import Backend, is_hopper
 from kernels.combine_experts import combine_experts
 from kernels.gated_activation import clamped_swiglu, gelu_mul, silu_mul
-from kernels.grouped_linear import grouped_linear, packed_experts, plan_experts
+from kernels.grouped_linear import (
+    GroupedWeight,
+    first_experts,
+    grouped_linear,
+    last_expert,
+    packed_experts,
+    plan_experts,
+)
 from kernels.route_experts import Routing, route_experts
 from worker_service.model.layer_weights import DenseWeights, Linear, MoeWeights
 from worker_service.model.mixers import Step, packed
@@ -20,6 +27,9 @@ SWIGLU_LIMIT = 7.0
 SWIGLU_ALPHA = 1.702
 # Of DeepSeek V4's.
 SILU_LIMIT = 10.0
+# Up to so many tokens the shared expert is one more of the others' product: three launches less a layer. On an H200
+# <us>.
+MOST_FUSED_TOKENS = 64
 
 
 class Mlp(Protocol):
@@ -58,50 +68,91 @@ class DenseMlp:
         return step.gemm(activated(made, self._spec.activation, self._backend), self._down)
 
 
+class Experts(NamedTuple):
+    """The weights of a layer's experts, as `grouped_linear` takes them."""
+
+    gate_up: GroupedWeight
+    down: GroupedWeight
+    num_experts: int
+
+
 class MoeMlp:
     """A router, the experts that it chooses for each token, and the shared expert where there is one.
 
-    A token's rows depend on no other token, and nothing waits for the device (ADR 16).
+    A token's rows depend on no other token, and nothing waits for the device (ADR 16). Of few tokens the shared expert
+    is computed as one more expert that all of them chose: on Hopper with the same bits.
     """
 
     def __init__(self, spec: MoeSpec, weights: MoeWeights, dtype: torch.dtype, backend: Backend) -> None:
         self._spec = spec
         self._router = packed(weights.router, backend)
-        self._gate_up = packed_experts(weights.gate_up, backend, dtype=dtype)
-        self._down = packed_experts(weights.down, backend, dtype=dtype)
+        self._experts, self._with_shared = _packed_experts(spec, weights, dtype, backend)
         self._gate_up_bias, self._down_bias = weights.gate_up_bias, weights.down_bias
         self._selection_bias = weights.selection_bias
         self._experts_of_token = weights.experts_of_token
         self._shared: DenseMlp | None = None
         if spec.shared is not None:
-            assert weights.shared is not None
-            self._shared = DenseMlp(spec.shared, weights.shared, backend)
+            self._shared = DenseMlp(spec.shared, _shared_weights(weights, dtype), backend)
         self._latents = [packed(linear, backend) for linear in weights.latents or ()]
         self._backend = backend
 
     def linears(self) -> list[Linear]:
         return [self._router, *self._latents, *(self._shared.linears() if self._shared else [])]
 
+    def fuses(self, num_tokens: int) -> bool:
+        """Returns whether the shared expert of so many tokens is computed with the others."""
+        return self._with_shared is not None and num_tokens <= MOST_FUSED_TOKENS
+
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         spec, backend, gemm = self._spec, self._backend, step.gemm
+        fuses = self.fuses(x.shape[0])
+        experts = self._with_shared if fuses and self._with_shared else self._experts
         logits = gemm(x, self._router)
-        routing = self._routing(logits[:, : spec.num_experts], step.token_ids)
-        plan = plan_experts(routing.expert_ids, spec.num_experts, backend=backend)
+        routing = self._routing(logits[:, : spec.num_experts], step.token_ids, fuses)
+        plan = plan_experts(routing.expert_ids, experts.num_experts, backend=backend)
         given = gemm(x, self._latents[0]) if self._latents else x
-        inner = grouped_linear(given, self._gate_up, plan, self._gate_up_bias, backend=backend)
+        inner = grouped_linear(given, experts.gate_up, plan, self._gate_up_bias, backend=backend)
         inner = activated(inner, spec.activation, backend)
-        rows = grouped_linear(inner, self._down, plan, self._down_bias, backend=backend)
-        shared = None if self._shared is None else self._shared(x, step)
+        rows = grouped_linear(inner, experts.down, plan, self._down_bias, backend=backend)
+        shared = None if self._shared is None or fuses else self._shared(x, step)
         if not self._latents:
             gate = logits[:, spec.num_experts, None] if spec.shared_gate else None
-            return combine_experts(rows, routing.weights, shared, gate, backend=backend)
+            return combine_experts(rows, routing.weights, shared, gate, fused_shared=fuses, backend=backend)
         out = gemm(combine_experts(rows, routing.weights, backend=backend), self._latents[1])
         return out if shared is None else out + shared
 
-    def _routing(self, logits: torch.Tensor, token_ids: torch.Tensor) -> Routing:
+    def _routing(self, logits: torch.Tensor, token_ids: torch.Tensor, fuses: bool) -> Routing:
         table = self._experts_of_token
         ids = None if table is None else table[token_ids]
-        return route_experts(logits, self._spec.rule, self._selection_bias, expert_ids=ids, backend=self._backend)
+        rule, bias = self._spec.rule, self._selection_bias
+        return route_experts(logits, rule, bias, expert_ids=ids, fused_shared=fuses, backend=self._backend)
+
+
+def _packed_experts(
+    spec: MoeSpec, weights: MoeWeights, dtype: torch.dtype, backend: Backend
+) -> tuple[Experts, Experts | None]:
+    """Returns the experts that the router chooses from, and these with the shared one behind them where it is fused."""
+    count = spec.num_experts
+    gate_up, down = (packed_experts(weight, backend, dtype=dtype) for weight in (weights.gate_up, weights.down))
+    if not weights.fused_shared:
+        return Experts(gate_up, down, count), None
+    chosen = Experts(first_experts(gate_up, count), first_experts(down, count), count)
+    fuses = fuses_shared(weights.router.weight.device, dtype, backend)
+    return chosen, Experts(gate_up, down, count + 1) if fuses else None
+
+
+def fuses_shared(device: torch.device, dtype: torch.dtype, backend: Backend) -> bool:
+    """Returns whether the experts' product gives the bits of `linear`, as it does for 16-bit rows on Hopper."""
+    return is_hopper(device) and dtype is not torch.float32 and backend is Backend.AUTO
+
+
+def _shared_weights(weights: MoeWeights, dtype: torch.dtype) -> DenseWeights:
+    """Returns the shared expert's weights for a product of its own."""
+    if not weights.fused_shared:
+        assert weights.shared is not None
+        return weights.shared
+    gate_up, down = (last_expert(weight, dtype) for weight in (weights.gate_up, weights.down))
+    return DenseWeights(Linear(gate_up, None), Linear(down, None))
 
 
 def activated(gate_up: torch.Tensor, activation: Activation, backend: Backend) -> torch.Tensor:

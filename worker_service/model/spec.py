@@ -81,6 +81,12 @@ class MoeSpec:
     shared_gate: bool = False
     by_token: bool = False
 
+    @property
+    def fits_shared(self) -> bool:
+        """Returns whether the shared expert has the others' shape, so that one product can have all of them."""
+        is_alike = self.shared == DenseSpec(self.intermediate_size, self.activation, self.bias)
+        return is_alike and not (self.bias or self.latent_size or self.by_token)
+
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:

@@ -168,13 +168,47 @@ def take_latents(source: TensorSource, prefix: str, spec: LatentSpec, hidden: in
     return LatentWeights(joined(down, kv), kv_norm, kv_up, output, q_norm, q_up)
 
 
-def take_experts(source: TensorSource, names: tuple[str, ...], count: int, rows: int, columns: int) -> ExpertWeight:
+def take_experts(
+    source: TensorSource,
+    names: tuple[str, ...],
+    count: int,
+    rows: int,
+    columns: int,
+    shared: tuple[str, ...] = (),
+) -> ExpertWeight:
     """Returns [count, len(names) * rows, columns]: of each expert the named matrices, row under row.
 
-    `{expert}` in a name stands for the expert's number.
+    `{expert}` in a name stands for the expert's number. Behind these comes the one of the names `shared`, if any.
     """
-    return source.take_experts(
-        [[name.format(expert=expert) for name in names] for expert in range(count)], rows, columns
+    named = [[name.format(expert=expert) for name in names] for expert in range(count)]
+    return source.take_experts([*named, list(shared)] if shared else named, rows, columns)
+
+
+def take_expert_matrices(
+    source: TensorSource,
+    spec: MoeSpec,
+    gate_and_up: tuple[str, ...],
+    down: str,
+    shared: tuple[tuple[str, ...], str],
+    hidden: int,
+) -> tuple[ExpertWeight, ExpertWeight, bool]:
+    """Returns gate_up and down of all experts, and whether the shared one is the last of them: where it has the others'
+    shape and is stored like them.
+
+    `shared` has the shared expert's names, as `gate_and_up` and `down` have the others'.
+    """
+    count, inner, given = spec.num_experts, spec.intermediate_size, spec.latent_size or hidden
+    first = [name.format(expert=0) for name in (*gate_and_up, down)]
+    fuses = (
+        spec.fits_shared
+        and source.stored_alike([*first[:-1], *shared[0]], inner, given)
+        and source.stored_alike([first[-1], shared[1]], given, inner)
+    )
+    fused = shared if fuses else ((), "")
+    return (
+        take_experts(source, gate_and_up, count, inner, given, fused[0]),
+        take_experts(source, (down,), count, given, inner, (fused[1],) if fuses else ()),
+        fuses,
     )
 
 
@@ -196,30 +230,33 @@ def take_moe(
         gate = source.take(f"{prefix}.{shared.removesuffix('s')}_gate.weight", 1, hidden, wide=spec.wide_router)
         router = stacked([router, gate, gate.new_zeros(GATE_ROWS - 1, hidden)])
     bias = source.take(f"{prefix}.gate.e_score_correction_bias", count, wide=True) if spec.selection_bias else None
-    gate_up, down = _take_expert_matrices(source, f"{prefix}.experts", spec, hidden)
+    gate_up, down, fuses = _take_experts(source, prefix, shared, spec, hidden)
     return MoeWeights(
         Linear(router, None),
         gate_up,
         down,
         selection_bias=bias,
-        shared=None if spec.shared is None else take_dense(source, f"{prefix}.{shared}", spec.shared, hidden),
+        shared=(
+            None if fuses or spec.shared is None else take_dense(source, f"{prefix}.{shared}", spec.shared, hidden)
+        ),
+        fused_shared=fuses,
     )
 
 
-def _take_expert_matrices(
-    source: TensorSource, prefix: str, spec: MoeSpec, hidden: int
-) -> tuple[ExpertWeight, ExpertWeight]:
-    """Returns gate_up and down of all experts."""
+def _take_experts(
+    source: TensorSource, prefix: str, shared: str, spec: MoeSpec, hidden: int
+) -> tuple[ExpertWeight, ExpertWeight, bool]:
+    """Returns what `take_expert_matrices` does, by the names of most families."""
     parts, count, inner = gate_and_up(spec.activation), spec.num_experts, spec.intermediate_size
-    joined, given = f"{prefix}.gate_up_proj", spec.latent_size or hidden
+    joined, given = f"{prefix}.experts.gate_up_proj", spec.latent_size or hidden
     if source.holds(joined):
-        rows = len(parts) * inner
-        return source.take(joined, count, rows, given), source.take(f"{prefix}.down_proj", count, given, inner)
-    name = f"{prefix}.{{expert}}"
-    return (
-        take_experts(source, tuple(f"{name}.{part}.weight" for part in parts), count, inner, given),
-        take_experts(source, (f"{name}.down_proj.weight",), count, given, inner),
+        gate_up = source.take(joined, count, len(parts) * inner, given)
+        return gate_up, source.take(f"{prefix}.experts.down_proj", count, given, inner), False
+    (names, down), (own, own_down) = (
+        (tuple(f"{prefix}.{name}.{part}.weight" for part in parts), f"{prefix}.{name}.down_proj.weight")
+        for name in ("experts.{expert}", shared)
     )
+    return take_expert_matrices(source, spec, names, down, (own, own_down), hidden)
 
 
 def gate_and_up(activation: Activation) -> tuple[str, ...]:

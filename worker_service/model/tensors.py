@@ -22,7 +22,8 @@ class TensorSource(Protocol):
     Experts come in the model's dtype or as they are stored, and are never in memory twice. `take_experts` returns
     [num_experts, len(names[0]) * rows, columns] of matrices [rows, columns]: `names` has those of each expert, which
     become one, row under row. `take_transposed_experts` returns [num_experts, rows, columns] of one tensor
-    [num_experts, columns, rows].
+    [num_experts, columns, rows]. `stored_alike` says whether matrices of these names are stored in one format, so that
+    they can be experts of one tensor.
     """
 
     def take(self, name: str, *shape: int, wide: bool = False) -> torch.Tensor: ...
@@ -30,6 +31,8 @@ class TensorSource(Protocol):
     def take_experts(self, names: Sequence[Sequence[str]], rows: int, columns: int) -> ExpertWeight: ...
 
     def take_transposed_experts(self, name: str, num_experts: int, rows: int, columns: int) -> ExpertWeight: ...
+
+    def stored_alike(self, names: Sequence[str], rows: int, columns: int) -> bool: ...
 
     def holds(self, name: str) -> bool: ...
 
@@ -59,6 +62,9 @@ class NamesOnly:
 
     def take_transposed_experts(self, name: str, num_experts: int, rows: int, columns: int) -> torch.Tensor:
         return self.take(name, num_experts, columns, rows).transpose(1, 2)
+
+    def stored_alike(self, names: Sequence[str], rows: int, columns: int) -> bool:
+        return True
 
     def holds(self, name: str) -> bool:
         return name in self._held

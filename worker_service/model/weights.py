@@ -133,6 +133,9 @@ class CheckpointTensors:
             return self.take(name, *shape).transpose(1, 2).contiguous()
         return self._kept(made, self._operand(name, shape))
 
+    def stored_alike(self, names: Sequence[str], rows: int, columns: int) -> bool:
+        return len(self._expert_formats(names, (rows, columns), 1)) == 1
+
     def holds(self, name: str) -> bool:
         return name in self._checkpoint.names
 
@@ -155,9 +158,12 @@ class CheckpointTensors:
 
     def _expert_format(self, names: Iterable[str], shape: Shape, num_joined: int) -> ExpertFormat | None:
         """Returns as what these experts stay; None where one of them must be decoded."""
-        formats = {self._format.expert_format(self._checkpoint.parts(name, shape), num_joined) for name in names}
+        formats = self._expert_formats(names, shape, num_joined)
         made = formats.pop()
         return made if not formats and made in self._kept_formats else None
+
+    def _expert_formats(self, names: Iterable[str], shape: Shape, num_joined: int) -> set[ExpertFormat | None]:
+        return {self._format.expert_format(self._checkpoint.parts(name, shape), num_joined) for name in names}
 
 
 def filled_stacks(names: Sequence[Sequence[str]], take: Callable[[str], Tensors]) -> Tensors:
