@@ -41,12 +41,14 @@ def place_few(
     experts = tl.arange(0, BLOCK_E)
     pair = tl.arange(0, PAIRS)
     ids = tl.load(ids_ptr + pair, mask=pair < num_pairs, other=-1)
-    counts = tl.histogram(ids, BLOCK_E, mask=(ids >= 0) & (ids < E))
+    # The last expert's pairs need no count of their own here: nobody comes behind them.
+    counts = tl.histogram(ids, BLOCK_E, mask=(ids >= 0) & (ids < E) & (ids < BLOCK_E))
     tiles = (counts + tile_rows - 1) // tile_rows
     start = tl.sum(tl.where(experts < expert, counts, 0), 0)
     first_tile = tl.sum(tl.where(experts < expert, tiles, 0), 0)
-    count = tl.sum(tl.where(experts == expert, counts, 0), 0)
-    own_tiles = tl.sum(tl.where(experts == expert, tiles, 0), 0)
+    is_own = (ids == expert).to(tl.int32)
+    count = tl.sum(is_own, 0)
+    own_tiles = (count + tile_rows - 1) // tile_rows
     tl.store(starts_ptr + expert, start)
     if expert == E - 1:
         tl.store(starts_ptr + E, start + count)
@@ -57,18 +59,16 @@ def place_few(
         tl.store(row, expert, mask=tile < own_tiles)
         tl.store(row + 1, start + tile * tile_rows, mask=tile < own_tiles)
     if count > 0:
-        is_own = (ids == expert).to(tl.int32)
         tl.store(order_ptr + start + tl.cumsum(is_own, 0) - 1, pair, mask=is_own > 0)
 
 
 def launch(expert_ids: torch.Tensor, plan: ExpertPlan) -> None:
     """Fills the plan; checked, non-empty arguments."""
     num_experts = plan.num_experts
-    block = max(16, triton.next_power_of_2(num_experts))
     pairs = next((size for size in FEW_PAIRS if size >= plan.num_pairs), None)
     with torch.cuda.device_of(expert_ids):
         if pairs is None:
-            launch_chunks(expert_ids, plan, block)
+            launch_chunks(expert_ids, plan, max(16, triton.next_power_of_2(num_experts)))
             return
         place_few[(num_experts,)](
             expert_ids,
@@ -76,7 +76,8 @@ def launch(expert_ids: torch.Tensor, plan: ExpertPlan) -> None:
             plan.num_pairs,
             plan.tile_rows,
             E=num_experts,
-            BLOCK_E=block,
+            # A fused shared expert is one more than a power of two.
+            BLOCK_E=max(16, triton.next_power_of_2(num_experts - 1)),
             PAIRS=pairs,
             TILES=TILES,
             num_warps=4,

@@ -5,13 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from kernels.linear.hopper import Tiles, columns_for, tiles_for
 from tests.examples import thorough
 from tests.kernels.conftest import INTERPRETING
-from tests.kernels.gluon_compile import compile_gluon, descriptor
+from tests.kernels.gluon_compile import Assembled, compile_gluon, descriptor
 from tests.kernels.test_compiles import compile_for_hopper
 
 # What one program may take of a multiprocessor's shared memory.
 SHARED_BYTES = 227 << 10
+MULTIPROCESSORS = 132
 
 triton = pytest.importorskip("triton")
 
@@ -25,23 +27,48 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("rows", "outputs", "dtype"),
-    [(8, 4096, "bf16"), (16, 28672, "bf16"), (32, 4096, "bf16"), (64, 4096, "bf16"), (64, 28672, "fp16")],
+    [(8, 8192, "bf16"), (16, 28672, "bf16"), (32, 8192, "bf16"), (64, 8192, "bf16"), (64, 28672, "fp16")],
 )
 def test_few(rows: int, outputs: int, dtype: str) -> None:
-    from kernels.linear.hopper import BLOCK_K, columns_for, tiles_for
+    tiles = tiles_for(rows, outputs, 4096, MULTIPROCESSORS)
+    assert tiles.block_n >= 64
+    built = built_few(tiles, rows, dtype)
+    assert built.ptx.count("wgmma.mma_async") == tiles.block_k // 16 * tiles.block_n // 64
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(8, "fp16"), (16, "bf16"), thorough(32, "bf16"), (64, "bf16")])
+def test_few_in_narrow_tiles(rows: int, dtype: str) -> None:
+    """Each 16 columns of the depth are one product of 64 rows; neighbours of a row are stored together."""
+    tiles = tiles_for(rows, 4096, 4096, MULTIPROCESSORS)
+    built = built_few(tiles, rows, dtype)
+    assert tiles.block_n < 64
+    assert built.ptx.count("wgmma.mma_async") == built.ptx.count(f"m64n{tiles.block_n}k16") == tiles.block_k // 16
+    assert f"Used {tiles.registers} registers" in built.remarks
+    assert built.ptx.count("st.global") == built.ptx.count("st.global.b32") == tiles.block_n // 4
+
+
+def built_few(tiles: Tiles, rows: int, dtype: str) -> Assembled:
+    """Compiles the kernel for few rows: the first weights are on their way before the launch before has ended."""
     from kernels.linear.hopper.kernel import multiply_few
 
-    block_n, stages = tiles_for(rows, outputs)
     columns = columns_for(rows)
-    sizes = {"BLOCK_N": block_n, "COLUMNS": columns, "BLOCK_K": BLOCK_K, "STAGES": stages, "HAS_BIAS": True}
-    boxes = {"weight_desc": descriptor(dtype, [block_n, BLOCK_K]), "x_desc": descriptor(dtype, [columns, BLOCK_K])}
+    sizes = {
+        "BLOCK_N": tiles.block_n, "COLUMNS": columns, "BLOCK_K": tiles.block_k, "STAGES": tiles.stages,
+        "HAS_BIAS": True,
+    }  # fmt: skip
+    boxes = {
+        "weight_desc": descriptor(dtype, [tiles.block_n, tiles.block_k]),
+        "x_desc": descriptor(dtype, [columns, tiles.block_k]),
+    }
     kinds = {**boxes, "out_ptr": f"*{dtype}", "bias_ptr": f"*{dtype}"}
-    built = compile_gluon(multiply_few, sizes, kinds, launch_pdl=True)
-    assert not built.spills and not built.serialised
+    limit = {} if tiles.registers is None else {"maxnreg": tiles.registers}
+    aligned = ("stride_out", "num_outputs")
+    built = compile_gluon(multiply_few, sizes, kinds, aligned=aligned, launch_pdl=True, **limit)
+    assert not built.spills and not built.serialised and not built.stack_bytes
     assert built.shared_bytes <= SHARED_BYTES
-    assert built.ptx.count("wgmma.mma_async") == BLOCK_K // 16 * block_n // 64
     wait, prefetched = built.ptx.index("griddepcontrol.wait"), built.ptx.index("cp.async.bulk.tensor")
     assert prefetched < wait < built.ptx.rindex("cp.async.bulk.tensor")
+    return built
 
 
 @pytest.mark.parametrize(("depth", "outputs", "carried", "by_column"), [(128, 512, 64, False), (512, 128, 0, True)])

@@ -8,22 +8,51 @@ from kernels.errors import KernelArgumentError
 from kernels.gated_activation import silu_mul
 from kernels.graph_capture import graph_capture
 from kernels.linear import Route, linear
-from kernels.linear.hopper import COLUMNS, LEAST_OUTPUTS, RING_BYTES, WIDE_OUTPUTS, columns_for, tiles_for
+from kernels.linear.hopper import (
+    BLOCK_N,
+    COLUMNS,
+    LEAST_OUTPUTS,
+    NARROW_BLOCK_N,
+    RING_BYTES,
+    WIDE_OUTPUTS,
+    columns_for,
+    tiles_for,
+    tiles_of,
+)
 from kernels.rms_norm import rms_norm
 from tests.kernels.compare import assert_same_bits
 from tests.kernels.test_linear import made
 
 GPU = torch.device("cuda", 0)
+MULTIPROCESSORS = 132
 SHAPES = ((LEAST_OUTPUTS, 64), (1088, 4096), (1000 + 2 * LEAST_OUTPUTS, 200), (WIDE_OUTPUTS + 8, 1024), (4096, 14336))
 on_a_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 def test_tiles_fit_into_a_multiprocessor() -> None:
     for rows in range(1, COLUMNS[-1] + 1):
-        for outputs in (LEAST_OUTPUTS, 4096, WIDE_OUTPUTS, 128_256):
-            block_n, stages = tiles_for(rows, outputs)
-            assert columns_for(rows) >= rows
-            assert stages >= 3 and stages * (block_n + columns_for(rows)) * 256 <= RING_BYTES
+        for outputs in (LEAST_OUTPUTS, 2304, 4096, 6144, WIDE_OUTPUTS, 128_256):
+            for block_n in (tiles_for(rows, outputs, 4096, MULTIPROCESSORS).block_n, BLOCK_N, NARROW_BLOCK_N):
+                tiles = tiles_of(block_n, rows, outputs)
+                assert columns_for(rows) >= rows
+                assert tiles.stages >= 3
+                assert tiles.stages * (block_n + columns_for(rows)) * 2 * tiles.block_k <= RING_BYTES
+
+
+def test_few_outputs_of_long_depths_take_narrow_tiles() -> None:
+    """Sizes of Kimi Linear, Qwen3-Next and 8B models on a card of 132 multiprocessors."""
+    blocks = {
+        (outputs, depth): [tiles_for(rows, outputs, depth, MULTIPROCESSORS).block_n for rows in COLUMNS]
+        for outputs, depth in ((2048, 4096), (2048, 512), (2304, 1024), (4096, 14336), (6144, 4096), (28672, 4096))
+    }
+    assert blocks == {
+        (2048, 4096): [32, 32, 32, 32],
+        (2048, 512): [64, 64, 64, 64],
+        (2304, 1024): [64, 64, 64, 64],
+        (4096, 14336): [32, 32, 32, 32],
+        (6144, 4096): [64, 64, 64, 64],
+        (28672, 4096): [64, 64, 64, 128],
+    }
 
 
 def test_who_takes_few_rows() -> None:

@@ -85,14 +85,22 @@ def kinds(names: list[str], boxes: dict[str, list[int]]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("resumes", "suspends"), [(False, False), (True, True), thorough(False, True), thorough(True, False)]
+    ("resumes", "suspends", "idles"),
+    [
+        (False, False, False),
+        (True, True, False),
+        (False, False, True),
+        thorough(False, True, False),
+        thorough(True, False, False),
+        thorough(True, True, True),
+    ],
 )
-def test_prefill(resumes: bool, suspends: bool) -> None:
+def test_prefill(resumes: bool, suspends: bool, idles: bool) -> None:
     from kernels.mla_prefill.hopper.kernel import attend_ragged
 
     boxes = {"q_nope_desc": [64, 128], "q_rope_desc": [64, 64], "k_rope_desc": [128, 64]}
     boxes |= {"k_nope_desc": [128, 128], "v_desc": [128, 128]}
-    constants = {**PREFILL, "RESUMES": resumes, "SUSPENDS": suspends}
+    constants = {**PREFILL, "RESUMES": resumes, "SUSPENDS": suspends, "IDLES": idles}
     # As it is launched.
     types = kinds(attend_ragged.arg_names, boxes)
     got = compile_gluon(attend_ragged, constants, types, enable_fp_fusion=False)

@@ -4,7 +4,12 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
+from kernels.attention import AttentionSpec
+from kernels.fp8 import ScaleKind, Scales
+from kernels.layout import KvLayout, PageShape
+from kernels.prefill_attention.hopper import halves_tiles
 from tests.examples import usual
 from tests.kernels.conftest import INTERPRETING
 from tests.kernels.gluon_compile import compile_gluon, descriptor
@@ -18,7 +23,7 @@ TWIN: dict[str, object] = {"STAGES": 2, "WANTS_LSE": True, "HAS_SINKS": True, "C
 GLUON: dict[str, object] = {
     "HEADS": 8, "GQA_GROUP": 4, "DIM": 128, "D": 128, "PAGE": 16, "HND": False, "PACKED": True, "WINDOW": 0,
     "CAP": False, "BN": 128, "STAGES": 3, "WANTS_LSE": True, "HAS_SINKS": True,
-    "SCALES": False, "Q_REGISTERS": True,
+    "SCALES": False, "Q_REGISTERS": True, "HALVES": True,
 }  # fmt: skip
 CASES: dict[str, dict[str, object]] = {
     "plain": {"HAS_SINKS": False},
@@ -32,20 +37,25 @@ CASES: dict[str, dict[str, object]] = {
     "dim 96": {"DIM": 96},
     "HND": {"HND": True},
     "dim 256": {"DIM": 256, "D": 256, "BN": 64, "STAGES": 2, "Q_REGISTERS": False},
-    "window": {"WINDOW": 300},
-    "window, dim 256": {"WINDOW": 300, "DIM": 256, "D": 256, "BN": 64, "STAGES": 2, "Q_REGISTERS": False},
+    "window": {"WINDOW": 300, "HALVES": False},
+    "window, dim 256": {
+        "WINDOW": 300, "HALVES": False, "DIM": 256, "D": 256, "BN": 64, "STAGES": 2, "Q_REGISTERS": False,
+    },
     "fp8": {"SCALES": True, "STAGES": 2, "Q_REGISTERS": False},
-    "fp8, small pages": {"PAGE": 8, "SCALES": True, "STAGES": 2, "Q_REGISTERS": False},
-    "fp8, softcap": {"SCALES": True, "STAGES": 2, "Q_REGISTERS": False, "CAP": True, "WINDOW": 300},
+    "fp8, small pages": {"PAGE": 8, "HALVES": False, "SCALES": True, "STAGES": 2, "Q_REGISTERS": False},
+    "fp8, softcap": {
+        "SCALES": True, "STAGES": 2, "Q_REGISTERS": False, "CAP": True, "WINDOW": 300, "HALVES": False,
+    },
     "dim 256, group 16": {
         "GQA_GROUP": 16, "DIM": 256, "D": 256, "BN": 64, "STAGES": 2, "Q_REGISTERS": False, "WANTS_LSE": False,
         "HAS_SINKS": False,
     },
     "dim 192, small pages, unpacked": {
-        "DIM": 192, "D": 256, "PAGE": 8, "PACKED": False, "CAP": True, "BN": 64, "STAGES": 2, "Q_REGISTERS": False,
+        "DIM": 192, "D": 256, "PAGE": 8, "HALVES": False, "PACKED": False, "CAP": True, "BN": 64, "STAGES": 2,
+        "Q_REGISTERS": False,
     },
     "fp8, every option": {
-        "DIM": 80, "PAGE": 8, "HND": True, "WINDOW": 300, "CAP": True, "SCALES": True, "STAGES": 2,
+        "DIM": 80, "PAGE": 8, "HND": True, "WINDOW": 300, "HALVES": False, "CAP": True, "SCALES": True, "STAGES": 2,
         "Q_REGISTERS": False,
     },
     "fp8, fp16, group 2, unpacked": {
@@ -119,6 +129,20 @@ def test_the_gluon_kernel_overlaps_its_products_and_keeps_its_registers(name: st
     assert built.shared_bytes <= 227 * 1024
 
 
+def test_tiles_of_these_cases_have_halves_where_those_of_launches_do() -> None:
+    scales = Scales(torch.ones(1), torch.ones(1), ScaleKind.PER_TENSOR)
+    for name, case in CASES.items():
+        constants = {**GLUON, **case}
+        page, heads, dim, group, window = (
+            int(str(constants[name])) for name in ("PAGE", "HEADS", "DIM", "GQA_GROUP", "WINDOW")
+        )
+        shape = PageShape(1, page, heads, dim)
+        spec = AttentionSpec(
+            shape, KvLayout.NHD, heads * group, 1.0, window, scales=scales if constants["SCALES"] else None
+        )
+        assert halves_tiles(spec) is constants["HALVES"], name
+
+
 SEGMENTED = {name: CASES[name] for name in ("plain", "sinks", "small pages", "odd group", "dim 96", "fp8", "dim 64")}
 
 
@@ -128,7 +152,7 @@ def test_the_kernel_of_segments_keeps_its_registers(name: str) -> None:
     from kernels.prefill_attention.hopper.segment_kernel import attend_pieces
 
     constants = {**GLUON, **SEGMENTED[name], "SEGMENT": 8192}
-    del constants["WINDOW"]
+    del constants["WINDOW"], constants["HALVES"]
     types = kinds(constants, "bf16") | {f"{state}_ptr": "*fp32" for state in ("acc", "base", "sum")}
     types |= {f"{number}_ptr": "*i32" for number in ("units", "num_units", "arrivals")}
     built = compile_gluon(attend_pieces, constants, types, enable_fp_fusion=False)

@@ -12,6 +12,7 @@ from kernels.backend import Backend, is_hopper
 from kernels.device import num_multiprocessors
 from kernels.graph_capture import graph_capture
 from kernels.prefill_attention import PrefillPlan, prefill_attention
+from kernels.prefill_attention.hopper import halves_tiles
 from kernels.prefill_attention.hopper.few import takes
 from tests.kernels.compare import assert_same_bits
 from tests.kernels.inputs import CaseShape, PagedCase, make_case, running_sums
@@ -59,15 +60,16 @@ def queries(case: PagedCase) -> torch.Tensor:
 
 
 def num_tiles(case: PagedCase) -> int:
-    """Returns the tiles of 128 rows of one sequence, of all kv heads."""
-    assert len(case.lengths) == 1
+    """Returns the tiles of 128 rows of all sequences and kv heads."""
     kv_heads = case.k_pages.shape[2]
-    return -(-case.q.shape[0] // max(128 * kv_heads // case.q.shape[1], 1)) * kv_heads
+    queries = max(128 * kv_heads // case.q.shape[1], 1)
+    return sum(-(-new // queries) for _, new in case.lengths) * kv_heads
 
 
 def assert_halved_alone(case: PagedCase, mate: PagedCase) -> None:
     """Asserts that tiles are computed in halves where `case` is alone, and whole where `mate` is in the launch."""
-    assert not takes(spec_of(case), case.q.shape[0], 1), "keys of few rows are shared"
+    assert halves_tiles(spec_of(case))
+    assert not takes(spec_of(case), case.q.shape[0], len(case.lengths)), "keys of few rows are shared"
     assert num_tiles(case) <= num_multiprocessors(case.q.device) // 2 < num_tiles(mate)
 
 
@@ -94,7 +96,22 @@ def test_halves_of_few_tiles_have_the_bits_of_whole_ones(heads: tuple[int, int, 
     assert_same_bits(half_lse, whole_lse[:, :new])
 
 
-@pytest.mark.parametrize("new", [65, 333])
+@pytest.mark.parametrize("heads", [(8, 2, 128), (8, 8, 128), (2, 1, 256), (8, 2, 256), (12, 2, 64)], ids=str)
+def test_sequences_that_leave_second_halves_without_rows(heads: tuple[int, int, int]) -> None:
+    """Up to 64 / group new tokens do; one more does not, and neither do sequences without any."""
+    shape = replace(SHAPE, **dict(zip(("q_heads", "kv_heads", "dim"), heads, strict=True)))
+    most = 64 * shape.kv_heads // shape.q_heads
+    lengths = [(1500, 1), (130, most), (0, most), (40, 0), (2000, most - 1), (511, most + 1), (260, 2 * most + 1)]
+    case, mate = make_case(lengths, shape), make_case([(0, 8000)], shape, seed=1)
+    assert_halved_alone(case, mate)
+    tokens = case.q.shape[0]
+    whole, whole_lse = run(joined(case, mate), GLUON, q=queries(joined(case, mate)))
+    half, half_lse = run(case, GLUON, q=queries(case))
+    assert_same_bits(half, whole[:tokens])
+    assert_same_bits(half_lse, whole_lse[:, :tokens])
+
+
+@pytest.mark.parametrize("new", [7, 65, 333])
 def test_over_fp8_pages_too(new: int) -> None:
     case, mate = make_case([(1500, new)], SHAPE), make_case([(0, 8000)], SHAPE, seed=1)
     both, options = coded(joined(case, mate), False, GLUON)

@@ -4,8 +4,9 @@ Without tensor cores, which would cut the factors, one chain over the whole dept
 an H200, for 16 rows as for 512 (measured). So the depth is cut into slices of SLICE_K columns, at places that follow
 from the depth alone. Each slice is one chain of fused multiply-adds in ascending order, and an element is the sum of
 its slices in ascending order. Slices are dealt out to programs, and a launch of its own adds them up. Where there are
-more tiles than have room for their slices in MAX_PARTIALS_BYTES, one program goes through all of them. Neither
-that choice nor the tile changes a bit, so both may follow from the number of rows.
+more tiles than have room for their slices in MAX_PARTIALS_BYTES, one program goes through all of them. On Hopper up to
+32 rows have a Gluon kernel for the slices (`hopper`), which reads rows as they lie. No such choice changes a bit, nor
+does the tile, so all may follow from the number of rows.
 """
 
 from typing import NamedTuple
@@ -15,6 +16,7 @@ import triton
 import triton.language as tl
 
 from kernels.launches import allow_next_launch_and_wait, overlap_options
+from kernels.linear.fp32 import hopper
 
 # 7,168 to 256 is 28 slices of 4 tiles of 64 rows: 112 programs for 132 multiprocessors.
 SLICE_K = 256
@@ -189,46 +191,67 @@ def launch_slices(
     tile = tile_for(num_rows)
     tiles_m = triton.cdiv(num_rows, tile.block_m)
     width, num_slices = tiles_m * tile.block_m, triton.cdiv(depth, SLICE_K)
+    if num_slices < 2 or 4 * num_slices * num_outputs * width > MAX_PARTIALS_BYTES:
+        multiply(x, weight, bias, out, tile, width)
+        return
+    partials = out.new_empty((num_slices, num_outputs, width))
+    if hopper.takes(x):
+        from kernels.linear.fp32.hopper.launch import launch as multiply_few_slices
+
+        multiply_few_slices(x, weight, partials, SLICE_K, BLOCK_K)
+    else:
+        multiply(x, weight, None, partials, tile, width)
+    sum_slices[(triton.cdiv(num_outputs, SUM_BLOCK_N), tiles_m)](
+        partials,
+        weight if bias is None else bias,
+        out,
+        num_rows,
+        num_outputs,
+        num_slices,
+        width,
+        out.stride(0),
+        BLOCK_M=tile.block_m,
+        BLOCK_N=SUM_BLOCK_N,
+        AHEAD=SLICES_AHEAD,
+        HAS_BIAS=bias is not None,
+        **overlap_options(x.device),
+    )
+
+
+def multiply(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    tile: Tile,
+    width: int,
+) -> None:
+    """Fills target: out, or partials [slices, num_outputs, width], to which no bias is added."""
+    num_rows, (num_outputs, depth) = x.shape[0], weight.shape
+    is_whole = target.dim() == 2
+    tiles_m = width // tile.block_m
     options = {"BLOCK_M": tile.block_m, **overlap_options(x.device)}
     transposed = weight.new_empty((depth, width))
     transpose_rows[(triton.cdiv(depth, 64), tiles_m)](
         x, transposed, num_rows, depth, width, x.stride(0), BLOCK_K=64, **options
     )
-    is_whole = num_slices < 2 or 4 * num_slices * num_outputs * width > MAX_PARTIALS_BYTES
-    target = out if is_whole else out.new_empty((num_slices, num_outputs, width))
-    given_bias, has_bias = weight if bias is None else bias, bias is not None
-    multiply_slices[(triton.cdiv(num_outputs, tile.block_n), tiles_m, 1 if is_whole else num_slices)](
+    multiply_slices[(triton.cdiv(num_outputs, tile.block_n), tiles_m, 1 if is_whole else target.shape[0])](
         transposed,
         weight,
-        given_bias,
+        weight if bias is None else bias,
         target,
         num_rows,
         num_outputs,
         depth,
         width,
         weight.stride(0),
-        out.stride(0),
+        target.stride(0),
         BLOCK_N=tile.block_n,
         BLOCK_K=BLOCK_K,
         SLICE_K=SLICE_K,
         IS_WHOLE=is_whole,
-        HAS_BIAS=has_bias,
+        HAS_BIAS=bias is not None,
         num_warps=4,
         num_stages=tile.num_stages,
         **options,
     )
-    if not is_whole:
-        sum_slices[(triton.cdiv(num_outputs, SUM_BLOCK_N), tiles_m)](
-            target,
-            given_bias,
-            out,
-            num_rows,
-            num_outputs,
-            num_slices,
-            width,
-            out.stride(0),
-            BLOCK_N=SUM_BLOCK_N,
-            AHEAD=SLICES_AHEAD,
-            HAS_BIAS=has_bias,
-            **options,
-        )

@@ -1,21 +1,24 @@
 """linear in Gluon for Hopper where rows are few: the weights are read once, at the speed of memory.
 
-The weights are the rows of the products and the few rows of x their columns (W x'), so that nothing is computed in
-vain. An output is one chain of products in ascending order of the depth, 16 columns at a time, whatever the tile: the
-bits of the TILED route, and of the library's GEMM where that was seen to keep its rows.
+In tiles of 64 outputs and more the weights are the rows of the products and the few rows of x their columns (W x'), so
+that nothing is computed in vain. A product has 64 rows at least, so in narrower tiles, for few outputs, x has the rows
+and the weights are the columns (x W'). An output is one chain of products in ascending order of the depth, 16 columns
+at a time, whatever the tile: the bits of the TILED route, and of the library's GEMM where that was seen to keep its
+rows.
 
     program    takes tiles of outputs, a launch's number of programs apart
     producer   one warp; weights and rows of x into a ring, on from tile to tile. The first weights are asked for while
                the launch before this one ends: no launch writes them
-    consumer   multiplies and stores
+    consumer   multiplies (products.py) and stores
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
 from kernels.hopper.barriers import make_barriers
 from kernels.hopper.launches import allow_next_launch, wait_for_last_launch
+from kernels.linear.hopper.products import clear_sums, multiply_stage, num_products, stages_behind, store_sums
 
 
 @gluon.jit
@@ -72,30 +75,25 @@ def multiply_tiles(
     stride_out_row,
     BLOCK_N: gl.constexpr,
     COLUMNS: gl.constexpr,
+    BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
     HAS_BIAS: gl.constexpr,
 ):
-    L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16])
-    n_in_tile = gl.arange(0, BLOCK_N, gl.SliceLayout(1, L))
-    m = gl.arange(0, COLUMNS, gl.SliceLayout(0, L))
+    PRODUCTS: gl.constexpr = num_products(BLOCK_N, BLOCK_K)
     step = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        acc = gl.zeros([BLOCK_N, COLUMNS], gl.float32, L)
+        acc = clear_sums(BLOCK_N, COLUMNS)
         for i in range(steps):
             at = step % STAGES
             mbarrier.wait(full.index(at), (step // STAGES) & 1)
-            acc = warpgroup_mma(weight_ring.index(at), x_ring.index(at).permute((1, 0)), acc, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=[acc])
-            # The product before this one has read its stage.
+            acc = multiply_stage(weight_ring.index(at), x_ring.index(at), acc)
+            acc = warpgroup_mma_wait(PRODUCTS, deps=[acc])
+            # The products before these have read their stage.
             mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=i > 0)
             step += 1
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
-        n = tile * BLOCK_N + n_in_tile
-        if HAS_BIAS:
-            acc += gl.load(bias_ptr + gl.minimum(n, num_outputs - 1)).to(gl.float32)[:, None]
-        target = out_ptr + m.to(gl.int64)[None, :] * stride_out_row + n[:, None]
-        gl.store(target, acc.to(out_ptr.dtype.element_ty), mask=(m < num_rows)[None, :] & (n < num_outputs)[:, None])
+        store_sums(acc, out_ptr, bias_ptr, tile * BLOCK_N, num_rows, num_outputs, stride_out_row, BLOCK_N, HAS_BIAS)
 
 
 @gluon.jit(do_not_specialize=["num_rows"])
@@ -116,7 +114,8 @@ def multiply_few(
 ):
     """out[m, n] for up to COLUMNS rows m; what lies beyond the edges is zeros in the rings and is not stored."""
     weight_ring = gl.allocate_shared_memory(weight_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], weight_desc.layout)
-    x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, COLUMNS, BLOCK_K], x_desc.layout)
+    BEHIND: gl.constexpr = stages_behind(BLOCK_N, COLUMNS, BLOCK_K)
+    x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES + BEHIND, COLUMNS, BLOCK_K], x_desc.layout)
     full = make_barriers(STAGES, 1)
     empty = make_barriers(STAGES, 1)
     allow_next_launch()
@@ -126,7 +125,7 @@ def multiply_few(
     gl.warp_specialize(
         [
             (multiply_tiles, (out_ptr, bias_ptr, weight_ring, x_ring, full, empty, num_rows, num_outputs, num_tiles,
-                              steps, stride_out_row, BLOCK_N, COLUMNS, STAGES, HAS_BIAS)),
+                              steps, stride_out_row, BLOCK_N, COLUMNS, BLOCK_K, STAGES, HAS_BIAS)),
             (stream_tiles, (weight_desc, x_desc, weight_ring, x_ring, full, empty, num_tiles, steps, BLOCK_N, COLUMNS,
                             BLOCK_K, STAGES)),
         ],

@@ -52,6 +52,17 @@ def _load_keys(keys, row, head, step, BLOCK: gl.constexpr, STAGES: gl.constexpr)
 
 
 @gluon.jit
+def _load_queries(queries, row, head, loads, PART: gl.constexpr, HALF: gl.constexpr):
+    """Loads a consumer's queries when it is done with those of `loads` items before."""
+    nope_desc, rope_desc, nope, rope, full, empty, stride_head = queries
+    mbarrier.wait(empty.index(PART), (loads & 1) ^ 1)
+    mbarrier.expect(full.index(PART), HALF * 192 * 2)
+    row += PART * HALF
+    tma.async_copy_global_to_shared(nope_desc, [row, head * stride_head], full.index(PART), nope.index(PART))
+    tma.async_copy_global_to_shared(rope_desc, [row, head * stride_head + 128], full.index(PART), rope.index(PART))
+
+
+@gluon.jit
 def produce(
     q_nope_desc,
     q_rope_desc,
@@ -67,20 +78,23 @@ def produce(
     BLOCK: gl.constexpr,
     STAGES: gl.constexpr,
     MODE: gl.constexpr,
+    IDLES: gl.constexpr,
 ):
     """Streams queries, keys and values of all items of this program, as far ahead as the stages allow."""
     order_ptr, counts_ptr, cu_q_ptr, cu_k_ptr, offsets_ptr = plan
     stride_q_head, stride_nope_head, stride_rope_head, stride_v_head = strides
     q_nope, q_rope, k_nope, k_rope, v, queue = shared
     q_full, q_empty, k_full, v_full, queue_full, queue_empty = bars
+    queries = (q_nope_desc, q_rope_desc, q_nope, q_rope, q_full, q_empty, stride_q_head)
     keys = (k_nope_desc, k_rope_desc, k_nope, k_rope, k_full, stride_nope_head, stride_rope_head)
-    HALF: gl.constexpr = BLOCK // 2
     programs = gl.num_programs(0)
     tiles = gl.load(counts_ptr)
     items = tiles * HEADS
     item = gl.program_id(0)
     turn = 0
     loads = 0
+    # Of the second consumer, which passes over items.
+    own_loads = 0
     step = 0
     while item < items:
         seq, tile, head = _place(item, order_ptr, tiles, section)
@@ -90,16 +104,12 @@ def produce(
         if count > 0:
             _load_keys(keys, k_start, head, step, BLOCK, STAGES)
             # Behind the first keys: these have room before the last item's queries are done with.
-            for part in gl.static_range(2):
-                q_row = q_start + tile * BLOCK + part * HALF
-                mbarrier.wait(q_empty.index(part), (loads & 1) ^ 1)
-                mbarrier.expect(q_full.index(part), HALF * 192 * 2)
-                tma.async_copy_global_to_shared(
-                    q_nope_desc, [q_row, head * stride_q_head], q_full.index(part), q_nope.index(part)
-                )
-                tma.async_copy_global_to_shared(
-                    q_rope_desc, [q_row, head * stride_q_head + 128], q_full.index(part), q_rope.index(part)
-                )
+            _load_queries(queries, q_start + tile * BLOCK, head, loads, 0, BLOCK // 2)
+            if not IDLES:
+                _load_queries(queries, q_start + tile * BLOCK, head, loads, 1, BLOCK // 2)
+            elif tile * BLOCK + BLOCK // 2 < q_len:
+                _load_queries(queries, q_start + tile * BLOCK, head, own_loads, 1, BLOCK // 2)
+                own_loads += 1
             loads += 1
         for i in range(count):
             # A tile's keys are read before the values of the tile ahead of it, so they are asked for first.

@@ -13,6 +13,7 @@ from kernels.layout import KvLayout
 
 __all__ = [
     "TILE_ROWS",
+    "halves_tiles",
     "holds_queries",
     "key_block",
     "num_stages",
@@ -50,6 +51,16 @@ def holds_queries(spec: AttentionSpec) -> bool:
     Small pages leave them less: the producer needs more then. The products' bits are the same either way.
     """
     return spec.shape.dim <= 128 and spec.scales is None and spec.shape.page_tokens >= 16
+
+
+def halves_tiles(spec: AttentionSpec) -> bool:
+    """Returns whether tiles are computed in halves where a launch has few of them. The bits are the same either way.
+
+    A window has few keys, so little is gained. Over pages of fewer than 16 tokens, wide heads and fp8 have no registers
+    left.
+    """
+    is_lean = padded_dim(spec.shape.dim) <= 128 and spec.scales is None
+    return not spec.window and (spec.shape.page_tokens >= 16 or is_lean)
 
 
 def takes_dim(dim: int, *, quantized: bool) -> bool:

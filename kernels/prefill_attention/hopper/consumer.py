@@ -12,24 +12,9 @@ from kernels.hopper.barriers import thread_barrier
 from kernels.hopper.registers import settled
 from kernels.hopper.softmax import first_weights, next_weights, row_sums, sums_in_two, weigh
 from kernels.prefill_attention.hopper.output import write_rows
+from kernels.prefill_attention.hopper.stages import first_scores, pass_over, take_queries
 from kernels.prefill_attention.hopper.tiles import key_tiles, read_tile
-from kernels.prefill_attention.hopper.weights import capped, clear_hidden_values, narrow, visible, zero
-
-
-@gluon.jit
-def pass_over(k_full, k_empty, v_full, v_empty, start, stop, step, STAGES: gl.constexpr):
-    """Gives back the key tiles of an item that is the other consumer's; returns the step behind them."""
-    for _tile in range(start, stop):
-        slot = step % STAGES
-        phase = (step // STAGES) & 1
-        mbarrier.wait(k_full.index(slot), phase)
-        mbarrier.wait(v_full.index(slot), phase)
-        # All warps have seen this phase before the next one can begin.
-        thread_barrier()
-        mbarrier.arrive(k_empty.index(slot), count=1)
-        mbarrier.arrive(v_empty.index(slot), count=1)
-        step += 1
-    return step
+from kernels.prefill_attention.hopper.weights import capped, clear_hidden_values, visible, zero
 
 
 @gluon.jit
@@ -76,27 +61,9 @@ def consume(
             position = cached + first + (PART * ROWS + gl.arange(0, ROWS, RS) + zero(D)) // GQA_GROUP
             acc = gl.zeros([ROWS, D], gl.float32, OL)
             row_sum = gl.full([ROWS], 0.0, gl.float32, RS)
-            q = qs.index(PART).load(QL) if Q_REGISTERS else qs.index(PART)
-            scale = scale_log2
-            cap = cap_log2
-            if NARROWS:
-                q, unit = narrow(q)
-                unit = gl.convert_layout(unit, RS)
-                if CAP:
-                    cap = cap_log2 * unit
-                    scale = scale_log2 + gl.zeros_like(unit)
-                else:
-                    scale = scale_log2 * unit
-            # The first key tile: there is no earlier one whose values could be added meanwhile.
+            q, scale, cap = take_queries(qs, scale_log2, cap_log2, PART, CAP, NARROWS, Q_REGISTERS, QL, RS)
             slot = step % STAGES
-            mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
-            scores = warpgroup_mma(q, ks.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
-            scores = warpgroup_mma_wait(0, deps=[scores])
-            mbarrier.arrive(k_empty.index(slot), count=1)
-            if Q_REGISTERS:
-                # Only a product that took the queries proves that they have come out of shared memory: loads may queue
-                # behind the last tile's stores, where barriers overtake them and the copy engine would, too.
-                mbarrier.arrive(q_empty.index(0), count=1)
+            scores = first_scores(q, ks, k_full, k_empty, q_empty, zeros, step, Q_REGISTERS, STAGES)
             scores = visible(capped(scores, cap, CAP, NARROWS), start, position, nfull, last_low, WINDOW, BN, SL)
             p, sums, base = first_weights(scores, scale, ks.dtype, NARROWS)
             if not OVERLAPS:
@@ -150,7 +117,7 @@ def consume(
         else:
             thread_barrier()
             mbarrier.arrive(q_empty.index(0), count=1)
-            step = pass_over(k_full, k_empty, v_full, v_empty, start, stop, step, STAGES)
+            step = pass_over(k_full, k_empty, v_full, v_empty, stop - start, step, STAGES)
         turn += 1
         mbarrier.wait(q_full.index(0), turn & 1)
         head, first, token, q_len, kv_len, half = read_tile(queue, HALVES)

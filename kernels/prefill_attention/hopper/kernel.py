@@ -26,7 +26,7 @@ def attend_tiles(
     HEADS: gl.constexpr, GQA_GROUP: gl.constexpr, DIM: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr,
     HND: gl.constexpr, PACKED: gl.constexpr, WINDOW: gl.constexpr, CAP: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, WANTS_LSE: gl.constexpr, HAS_SINKS: gl.constexpr, SCALES: gl.constexpr,
-    Q_REGISTERS: gl.constexpr,
+    Q_REGISTERS: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
     """Allocates what producer and consumers share, and starts them."""
     rows, arriving, bars, in_bars, queue = make_shared(
@@ -36,9 +36,6 @@ def attend_tiles(
     q_in, k_in, v_in, k_quantized, v_quantized = arriving
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     k_in_full, k_in_empty, v_in_full, v_in_empty = in_bars
-    # A window has few keys, so little is gained. Over pages of fewer than 16 tokens, wide heads and fp8 have no
-    # registers left.
-    HALVES: gl.constexpr = WINDOW == 0 and (PAGE >= 16 or (D <= 128 and not SCALES))
     declare_looks()
     # One expression: what passes through a variable loses its compile-time constants.
     gl.warp_specialize(

@@ -10,7 +10,14 @@ from kernels.attention import AttentionSpec
 from kernels.device import num_multiprocessors
 from kernels.layout import KvLayout
 from kernels.prefill_attention.call import PrefillCall
-from kernels.prefill_attention.hopper import TILE_ROWS, holds_queries, key_block, num_stages, padded_dim
+from kernels.prefill_attention.hopper import (
+    TILE_ROWS,
+    halves_tiles,
+    holds_queries,
+    key_block,
+    num_stages,
+    padded_dim,
+)
 from kernels.prefill_attention.hopper.few import takes
 from kernels.prefill_attention.hopper.few.launch import launch_few
 from kernels.prefill_attention.hopper.kernel import attend_tiles
@@ -29,8 +36,9 @@ def launch(call: PrefillCall, plan: PrefillPlan | None, out: torch.Tensor, lse: 
 
 def launch_tiles(call: PrefillCall, plan: PrefillPlan, out: torch.Tensor, lse: torch.Tensor | None) -> None:
     """Computes the tiles of a prepared plan."""
-    # At most two entries of the work queue for each tile: where tiles are few, each half is one.
-    num_programs = min(num_multiprocessors(out.device), 2 * plan.records.shape[0] * call.spec.shape.heads)
+    halves = halves_tiles(call.spec)
+    most_items = plan.records.shape[0] * call.spec.shape.heads * (2 if halves else 1)
+    num_programs = min(num_multiprocessors(out.device), most_items)
     with torch.cuda.device_of(out):
         attend_tiles[(num_programs,)](
             *tensors(call, out, lse),
@@ -39,6 +47,7 @@ def launch_tiles(call: PrefillCall, plan: PrefillPlan, out: torch.Tensor, lse: t
             *numbers(call, out),
             **constants(call, lse),
             WINDOW=call.spec.window,
+            HALVES=halves,
         )
 
 

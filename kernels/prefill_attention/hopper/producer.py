@@ -47,7 +47,7 @@ def produce(
     step = 0
     turn = 0
     place = gl.program_id(0)
-    half, head, seq, first, token, q_len, kv_len = item_at(place, records_ptr, count_ptr, HEADS, HALVES)
+    half, head, seq, first, token, q_len, kv_len = item_at(place, records_ptr, count_ptr, HEADS, GQA_GROUP, HALVES)
     while half < 2:
         lowest, start, stop = key_tiles(first, half, q_len, kv_len, GQA_GROUP, WINDOW, BN)
         mbarrier.wait(q_empty.index(0), (turn & 1) ^ 1)
@@ -64,7 +64,9 @@ def produce(
                 tma.async_copy_global_to_shared(q_desc, where, q_full.index(0), target)
         # The next tile's record is on its way while this one's keys are.
         place = draw(count_ptr + 1, gl.num_programs(0))
-        nhalf, nhead, nseq, nfirst, ntoken, nq_len, nkv_len = item_at(place, records_ptr, count_ptr, HEADS, HALVES)
+        nhalf, nhead, nseq, nfirst, ntoken, nq_len, nkv_len = item_at(
+            place, records_ptr, count_ptr, HEADS, GQA_GROUP, HALVES
+        )
         table_ptr = tables_ptr + seq.to(gl.int64) * stride_tables_seq
         low = lowest // PAGE
         high = (kv_len - 1) // PAGE

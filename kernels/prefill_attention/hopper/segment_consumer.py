@@ -8,14 +8,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from kernels.hopper.barriers import thread_barrier
 from kernels.hopper.softmax import first_weights, row_sums
 from kernels.hopper.work_queue import read_number
 from kernels.prefill_attention.hopper.output import write_rows
 from kernels.prefill_attention.hopper.segment_keys import attend_keys, begin_segment
 from kernels.prefill_attention.hopper.segment_pieces import piece_keys, read_piece
 from kernels.prefill_attention.hopper.segment_states import add_to, hand_over, own_program
-from kernels.prefill_attention.hopper.weights import capped, clear_hidden_values, narrow, visible, zero
+from kernels.prefill_attention.hopper.stages import first_scores, pass_over, take_queries
+from kernels.prefill_attention.hopper.weights import capped, clear_hidden_values, visible, zero
 
 
 @gluon.jit
@@ -45,27 +45,8 @@ def _attend_piece(
     position = cached + first + (PART * ROWS + gl.arange(0, ROWS, RS) + zero(D)) // GQA_GROUP
     # Rows' positions, how many first tiles all rows see wholly, and that there is no window.
     hidden = (position, (cached + first + 1) // BN, 0)
-    q = qs.index(PART).load(QL) if Q_REGISTERS else qs.index(PART)
-    scale = scale_log2
-    cap = cap_log2
-    if NARROWS:
-        q, unit = narrow(q)
-        unit = gl.convert_layout(unit, RS)
-        if CAP:
-            cap = cap_log2 * unit
-            scale = scale_log2 + gl.zeros_like(unit)
-        else:
-            scale = scale_log2 * unit
-    # The first key tile: there is no earlier one whose values could be added meanwhile.
-    slot = step % STAGES
-    mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
-    scores = warpgroup_mma(q, ks.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    scores = warpgroup_mma_wait(0, deps=[scores])
-    mbarrier.arrive(k_empty.index(slot), count=1)
-    if Q_REGISTERS:
-        # Only a product that took the queries proves that they have come out of shared memory: loads may queue
-        # behind the last tile's stores, where barriers overtake them and the copy engine would, too.
-        mbarrier.arrive(q_empty.index(0), count=1)
+    q, scale, cap = take_queries(qs, scale_log2, cap_log2, PART, CAP, NARROWS, Q_REGISTERS, QL, RS)
+    scores = first_scores(q, ks, k_full, k_empty, q_empty, zeros, step, Q_REGISTERS, STAGES)
     scores = visible(capped(scores, cap, CAP, NARROWS), start, *hidden, 0, BN, SL)
     p, sums, base = first_weights(scores, scale, DTYPE, NARROWS)
     row_sum = row_sums(sums, base)
@@ -127,23 +108,6 @@ def _attend_piece(
 
 
 @gluon.jit
-def _pass_by(step, tiles, stages, STAGES: gl.constexpr):
-    """Gives key tiles back unread; returns the number of key tiles so far."""
-    _ks, _vs, k_full, k_empty, v_full, v_empty = stages
-    for _tile in range(tiles):
-        slot = step % STAGES
-        phase = (step // STAGES) & 1
-        mbarrier.wait(k_full.index(slot), phase)
-        thread_barrier()  # one thread arrives for all
-        mbarrier.arrive(k_empty.index(slot), count=1)
-        mbarrier.wait(v_full.index(slot), phase)
-        thread_barrier()
-        mbarrier.arrive(v_empty.index(slot), count=1)
-        step += 1
-    return step
-
-
-@gluon.jit
 def consume(
     out_ptr, lse_ptr, sinks_ptr, arrivals_ptr, acc_ptr, base_ptr, sum_ptr, k_scales_ptr, v_scales_ptr,
     scale_log2, cap_log2, num_tokens, stride_out_token, stride_out_head, qs, ks, vs, queue,
@@ -174,7 +138,7 @@ def consume(
         start, stop = piece_keys(first, q_len, kv_len, segment, 128 // GQA_GROUP, BN, SEGMENT)
         if PART == 1 and first + 64 // GQA_GROUP >= q_len:
             # Few new tokens leave this half of a tile without rows.
-            step = _pass_by(step, stop - start, stages, STAGES)
+            step = pass_over(k_full, k_empty, v_full, v_empty, stop - start, step, STAGES)
             mbarrier.arrive(q_empty.index(0), count=1)
         elif (segment >= 0) | (stop - start > SEGMENT // BN):
             step = _attend_piece(

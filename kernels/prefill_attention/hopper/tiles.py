@@ -4,7 +4,7 @@ The producer draws the next tile from a counter, one tile ahead, and writes its 
 memory, where the others read it. A negative head says that none is left.
 
 Where tiles are few, each is two items, one for each half of its rows: one consumer computes it, the other gives its
-key tiles back. So twice as many multiprocessors have work.
+key tiles back. So twice as many multiprocessors have work. A program then has one item, or none.
 
     count    tiles of the list without heads, tiles drawn beyond each program's first one, programs that are done
 """
@@ -32,10 +32,13 @@ def record(records_ptr, place, num_items, HEADS: gl.constexpr):
 
 
 @gluon.jit
-def item_at(place, records_ptr, count_ptr, HEADS: gl.constexpr, HALVES: gl.constexpr):
+def item_at(
+    place, records_ptr, count_ptr, HEADS: gl.constexpr, GQA_GROUP: gl.constexpr, HALVES: gl.constexpr
+):  # fmt: skip
     """Returns which half of its tile's rows the item at a place is, then the tile's record; -1 is all rows, 2 no item.
 
-    Tiles are halved if HALVES is set and no program would get two halves.
+    Tiles are halved if HALVES is set and no program would get two halves. Up to 64 / GQA_GROUP new tokens leave a half
+    without rows, which is no item: its program ends, as no other could be its next.
     """
     num_tiles = gl.load(count_ptr) * HEADS
     halved = 0
@@ -43,6 +46,8 @@ def item_at(place, records_ptr, count_ptr, HEADS: gl.constexpr, HALVES: gl.const
         halved = (2 * num_tiles <= gl.num_programs(0)).to(gl.int32)
     half = gl.where(place >= (num_tiles << halved), 2, gl.where(halved != 0, place & 1, -1))
     head, seq, first, token, q_len, kv_len = record(records_ptr, place >> halved, num_tiles, HEADS)
+    if HALVES:
+        half = gl.where((half == 1) & (first + 64 // GQA_GROUP >= q_len), 2, half)
     return half, head, seq, first, token, q_len, kv_len
 
 
@@ -61,14 +66,13 @@ def read_tile(queue, HALVES: gl.constexpr):
 
 @gluon.jit
 def key_tiles(first, half, q_len, kv_len, GQA_GROUP: gl.constexpr, WINDOW: gl.constexpr, BN: gl.constexpr):
-    """(first key that a row of the tile, or of its half, sees, first key tile, tile behind the last one)."""
+    """(first key that a row of the tile sees, first key tile, tile behind the last one that it, or its half, needs)."""
     QUERIES: gl.constexpr = 128 // GQA_GROUP
     cached = kv_len - q_len
-    # A half without rows of the sequence is computed over the tile's keys, and not stored.
-    begin = gl.minimum(first + gl.maximum(half, 0) * 64 // GQA_GROUP, q_len - 1)
-    end = first + gl.where(half == 0, gl.minimum(63 // GQA_GROUP + 1, QUERIES), QUERIES)
+    end = first + gl.where(half == 0, 63 // GQA_GROUP + 1, QUERIES)
     lowest = 0
     if WINDOW > 0:
-        lowest = gl.maximum(cached + begin - WINDOW + 1, 0)
+        # Whose tiles have no halves.
+        lowest = gl.maximum(cached + first - WINDOW + 1, 0)
     stop = gl.minimum(kv_len, cached + end)
     return lowest, lowest // BN, (stop + BN - 1) // BN
