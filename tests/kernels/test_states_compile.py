@@ -309,3 +309,22 @@ def test_gluon_blocks_by_channel(values: str) -> None:
     assert "wgmma.mma_async" in built.ptx and "cp.async.bulk.tensor" in built.ptx
     assert built.stack_bytes == 0 and not built.serialised, built.remarks
     assert built.shared_bytes <= SHARED_BYTES // 2
+
+
+@pytest.mark.parametrize("values", ["bf16", thorough("fp16")])
+def test_gluon_few_blocks_by_channel(values: str) -> None:
+    """As above; a block of at most 16 tokens has one product for the sums of all its levels, in no loop."""
+    from kernels.gated_delta_scan.hopper.few_channels import solve_few_channels
+    from kernels.gated_delta_scan.hopper.launch import FEW_AT_ONCE
+
+    heads = {name: value for name, value in KIMI.items() if name != "BK"}
+    constants = {**heads, "AT_ONCE": FEW_AT_ONCE * 132}
+    built = compile_gluon(solve_few_channels, constants, gluon_kinds(solve_few_channels, values), aligned=("stride_",))
+    check_waits(built)
+    assert "cp.async.bulk.tensor" in built.ptx
+    # The last thing done: nothing else is given the barrier's place.
+    assert built.ptx.rindex("mbarrier.inval") > built.ptx.rindex("shared.b16")
+    # Two exact sums of two products each, and one for levels at once and one for a level, of 4 steps each.
+    assert built.ptx.count("wgmma.mma_async.sync.aligned.m64n128k16") == (2 * 2 + 2) * 4
+    assert built.stack_bytes == 0 and not built.serialised, built.remarks
+    assert built.shared_bytes <= SHARED_BYTES // FEW_AT_ONCE

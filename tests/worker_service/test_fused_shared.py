@@ -17,7 +17,7 @@ from tests.worker_service.cuda_device import NEEDS_CUDA, prepared_cuda
 from tests.worker_service.model_kit import CPU, MODELS, SIZES, config_of, random_reference
 from tests.worker_service.stored_models import AS_FP8, FORMATS, make_fp8
 from tests.worker_service.test_weight_formats import change_weights
-from worker_service.model import mlps
+from worker_service.model import mlps, take_weights
 from worker_service.model.checkpoint_files import WEIGHTS
 from worker_service.model.config import read_model_spec
 from worker_service.model.families import family_of
@@ -85,6 +85,16 @@ def last_layer(folder: Path) -> int:
     return len(read_model_spec(folder).layers) - 1
 
 
+def test_a_large_one_is_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, "glm4-moe")
+    spec, _ = moe_weights(tmp_path)
+    monkeypatch.setattr(
+        take_weights, "MOST_FUSED_WEIGHTS", read_model_spec(tmp_path).hidden_size * spec.intermediate_size - 1
+    )
+    _, weights = moe_weights(tmp_path)
+    assert not weights.fused_shared and weights.gate_up.shape[0] == spec.num_experts
+
+
 def test_one_that_is_stored_in_fp8_stays_so(tmp_path: Path) -> None:
     make_fp8(tmp_path, "deepseek-v3", n_shared_experts=1)
     spec, weights = moe_weights(tmp_path)
@@ -110,7 +120,7 @@ class Case(NamedTuple):
     is_fp8: bool = False
 
 
-# With the sizes of a row of Kimi Linear, Qwen3-Next and DeepSeek V3, and few experts.
+# With the sizes of a row of Kimi Linear, Qwen3-Next and (which is not fused) DeepSeek V3, and few experts.
 ON_HOPPER = [
     Case(2304, 1024, 40),
     Case(2048, 512, 40, True),
