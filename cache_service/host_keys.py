@@ -21,7 +21,7 @@ from cache_service.clear_marks import FAILURES, ClearMarks
 from cache_service.core.cache_manager import CacheManager
 from cache_service.core.host.host_key import scan_prefix
 from cache_service.key_changes import ChangeLimits, KeyChanges
-from cache_service.key_scan import find_keys, with_ends_ms
+from cache_service.key_scan import RefusedScans, Scan, find_keys, with_ends_ms
 from session.protocol import MAX_SENTINEL_BYTES, SENTINEL_KEY
 
 ADOPTED_AT_ONCE = 512
@@ -38,6 +38,8 @@ class HostKeysConfig:
     max_queued_keys: int = 65_536
     keys_per_command: int = 256
     scan_pause_s: float = 0.002
+    refused_pause_s: float = 1.0
+    """Before a scan that Redis refused is made again; up to a minute where it goes on refusing."""
 
     def change_limits(self) -> ChangeLimits:
         return ChangeLimits(self.ttl_ms, self.max_queued_keys, self.keys_per_command, self.watch_interval_s)
@@ -76,7 +78,8 @@ class RedisHostKeys:
         self._manager = manager
         self._config = config or HostKeysConfig()
         self._clock = clock
-        self._scanned: set[tuple[str, bytes]] = set()
+        self._scanned: set[Scan] = set()
+        self._refused = RefusedScans(int(self._config.refused_pause_s * 1000))
         self._foreign: set[str] = set()
         self._marks = ClearMarks(client, self._config.ttl_ms)
         self._changes = KeyChanges(client, self._config.change_limits(), clock)
@@ -173,7 +176,8 @@ class RedisHostKeys:
     def _lose(self, host_tier_id: str) -> None:
         log.warning("the host tier was flushed or replaced; its index is dropped", extra={"host_tier": host_tier_id})
         self._manager.host_lost(host_tier_id)
-        self._scanned = {scan for scan in self._scanned if scan[0] != host_tier_id}
+        self._scanned = {scan for scan in self._scanned if scan.host_tier_id != host_tier_id}
+        self._refused.lost(host_tier_id)
 
     def _warn_of_foreign(self, tiers: set[str]) -> None:
         for tier in sorted(tiers - self._foreign):
@@ -206,55 +210,60 @@ class RedisHostKeys:
         Those first that have most time to live: they were used last, and of one prompt heads were touched after tails.
         In the random order of SCAN the quota would cut prefixes in the middle.
         """
-        for tier, fingerprint in self._manager.tiers.named():
-            if tier == self._seen and (tier, fingerprint) not in self._scanned:
-                await self._adopt_rows(tier, fingerprint)
-            elif tier in self._foreign:
-                self._manager.tiers.end_scan(tier, fingerprint)
+        for scan in (Scan(*named) for named in self._manager.tiers.named()):
+            is_due = scan not in self._scanned or self._refused.is_due(scan, self._clock())
+            if scan.host_tier_id == self._seen and is_due:
+                await self._adopt_rows(scan)
+            elif scan.host_tier_id in self._foreign:
+                self._manager.tiers.end_scan(*scan)
         if not self._changes.deletes and not self._manager.tiers.num_deletes():
             await self._marks.remove()
         await asyncio.sleep(self._config.watch_interval_s)
 
-    async def _adopt_rows(self, tier: str, fingerprint: bytes) -> None:
-        """Scans once. Whatever goes wrong, nobody waits for ever: a scan that can succeed later is made again, any
-        other one has ended."""
-        self._scanned.add((tier, fingerprint))
+    async def _adopt_rows(self, scan: Scan) -> None:
+        """Scans once. Whatever goes wrong, nobody waits for ever: a scan that can succeed soon is made again, any other
+        one has ended. One that Redis refuses is made again all the same, and nobody waits for it."""
+        self._scanned.add(scan)
         try:
-            found = await self._find_rows(fingerprint)
-            self._scan_reason = ""
-            if not await self._add_rows(tier, fingerprint, found):
+            found = await self._find_rows(scan)
+            if self._refused.allowed(scan):
+                log.info("Redis allows the scan for host rows now", extra={"host_tier": scan.host_tier_id})
+            if not self._refused:
+                self._scan_reason = ""
+            if not await self._add_rows(scan, found):
                 return
         except FAILURES as error:
             self._warn_of_scan(error)
             if _may_pass(error):
-                self._scanned.discard((tier, fingerprint))
+                self._scanned.discard(scan)
                 return
+            self._refused.add(scan, self._clock())
         except Exception:
             log.exception("host keys: a scan failed; rows that it has not added are not counted")
-        self._manager.tiers.end_scan(tier, fingerprint)
+        self._manager.tiers.end_scan(*scan)
 
-    async def _find_rows(self, fingerprint: bytes) -> list[bytes]:
+    async def _find_rows(self, scan: Scan) -> list[bytes]:
         """Returns the keys to adopt, those first that have most time to live; none after an unfinished Clear call."""
-        if await self._marks.is_left(fingerprint):
-            await self._delete_rows(fingerprint)
+        if await self._marks.is_left(scan.fingerprint):
+            await self._delete_rows(scan)
             return []
         found: list[tuple[int, bytes]] = []
-        async for keys in self._keys_of(fingerprint):
+        async for keys in self._keys_of(scan.fingerprint):
             found += await with_ends_ms(self._client, keys)
         await asyncio.to_thread(found.sort, reverse=True)
         if found:
             self._changes.follow(await self._client.pttl(found[0][1]))
         return [key for _, key in found]
 
-    async def _add_rows(self, tier: str, fingerprint: bytes, found: Sequence[bytes]) -> bool:
+    async def _add_rows(self, scan: Scan, found: Sequence[bytes]) -> bool:
         """Returns False where the store was lost meanwhile: these keys may be of before, and are scanned for anew."""
         num_adopted = 0
         for at in range(0, len(found), ADOPTED_AT_ONCE):
-            if (tier, fingerprint) not in self._scanned:
+            if scan not in self._scanned:
                 return False
-            num_adopted += self._manager.tiers.add_scanned(tier, fingerprint, found[at : at + ADOPTED_AT_ONCE])
+            num_adopted += self._manager.tiers.add_scanned(*scan, found[at : at + ADOPTED_AT_ONCE])
             await asyncio.sleep(self._config.scan_pause_s)
-        log.info("host rows adopted", extra={"host_tier": tier, "num_pages": num_adopted})
+        log.info("host rows adopted", extra={"host_tier": scan.host_tier_id, "num_pages": num_adopted})
         return True
 
     def _warn_of_scan(self, error: Exception) -> None:
@@ -265,15 +274,17 @@ class RedisHostKeys:
         log.warning(
             "the scan for host rows failed; it is made again"
             if _may_pass(error)
-            else "Redis refuses the scan for host rows: those from before this start are neither found nor counted",
+            else "Redis refuses the scan for host rows, which is tried again: those from before this start are "
+            "neither found nor counted",
             extra={"reason": self._scan_reason},
         )
 
-    async def _delete_rows(self, fingerprint: bytes) -> None:
-        """Deletes the rows of a Clear call that an earlier service did not finish."""
-        async for keys in self._keys_of(fingerprint):
-            await self._client.unlink(*keys)
-        await self._marks.drop(fingerprint)
+    async def _delete_rows(self, scan: Scan) -> None:
+        """Deletes the rows of a Clear call that an earlier service did not finish, but nothing written since."""
+        async for keys in self._keys_of(scan.fingerprint):
+            if older := self._manager.tiers.unknown_of(scan.host_tier_id, keys):
+                await self._client.unlink(*older)
+        await self._marks.drop(scan.fingerprint)
         log.info("rows of an unfinished Clear call deleted")
 
     def _keys_of(self, fingerprint: bytes) -> AsyncIterator[list[bytes]]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from cache_service import host_tier_codec as codec
-from cache_service.core.attachments.attachment import Attachment
 from cache_service.core.attachments.messages import LeaseEnd
 from cache_service.worker_streams import Sessions
 from protos.v1 import host_tier_pb2, host_tier_pb2_grpc
@@ -42,19 +42,23 @@ class HostTierServicer(host_tier_pb2_grpc.HostTierServicer):
         self._dispatcher.flush()
         answer = codec.encode_found(found)
         if found.lease:
-            await self._end_if_cancelled(attachment, found.lease)
+            end = LeaseEnd(found.lease, TransferStatus.DONE, 0)
+            await self._unless_gone(lambda: self._manager.attachments.release(attachment, (end,), self._clock()))
         return answer
 
-    async def _end_if_cancelled(self, attachment: Attachment, lease: int) -> None:
-        """Ends a lease whose caller has gone: nobody will release it, and until its time is over its pages count
-        against the attachment's. A lookup of a long path takes longer than some callers wait, and while it runs no
-        cancellation is noticed."""
+    async def _unless_gone(self, undo: Callable[[], object]) -> None:
+        """Undoes what was granted to a caller that has gone before the answer is sent: nobody will end the lease or the
+        ticket, and until its time is over its pages count against the attachment's. A long path takes longer than some
+        callers wait, and while its call runs no cancellation is noticed.
+
+        Once the answer was sent, nothing is undone: the caller may be writing, and who cannot be told to stop keeps
+        its ticket for its time, so that nobody else is given its pages meanwhile.
+        """
         try:
             for _ in range(CANCELLING_PASSES):
                 await asyncio.sleep(0)
         except asyncio.CancelledError:
-            end = LeaseEnd(lease, TransferStatus.DONE, 0)
-            self._manager.attachments.release(attachment, (end,), self._clock())
+            undo()
             self._dispatcher.flush()
             raise
 
@@ -64,7 +68,11 @@ class HostTierServicer(host_tier_pb2_grpc.HostTierServicer):
         now_ms = self._clock()
         attachment = self._manager.attachments.find(codec.decode_id(request, "reserve"), "reserve", now_ms)
         reserve = codec.decode_reserve(request, attachment.attach.page_tokens)
-        return codec.encode_reserved(self._manager.attachments.reserve(attachment, reserve, now_ms))
+        reserved = self._manager.attachments.reserve(attachment, reserve, now_ms)
+        answer = codec.encode_reserved(reserved)
+        if reserved.ticket:
+            await self._unless_gone(lambda: self._manager.attachments.withdraw(attachment, reserved.ticket))
+        return answer
 
     async def Commit(  # noqa: N802
         self, request: host_tier_pb2.CommitRequest, context: Context

@@ -84,6 +84,7 @@ ATTACHMENT_GAUGES = (
     ("attachments", "Engines attached to the host tier.", "num_attachments"),
     ("attached_leases", "Leases of attached engines.", "num_leases"),
     ("attached_tickets", "Tickets under which attached engines write.", "num_tickets"),
+    ("attached_oldest_ticket_ms", "How long the oldest of them has been open.", "oldest_ticket_ms"),
 )
 
 

@@ -45,6 +45,10 @@ class RedisAddress:
 def parse_redis_url(url: str) -> RedisAddress:
     """Returns the address that a URL names. Raises RedisUrlError."""
     try:
+        url.encode()
+    except UnicodeEncodeError:
+        raise RedisUrlError("must be UTF-8") from None
+    try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as error:

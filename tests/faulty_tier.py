@@ -77,6 +77,9 @@ class FaultyTier:
             if spoilt is None:
                 return
 
+    def note_needs(self, needs: Iterable[tuple[bytes, bytes]]) -> None:
+        self._inner.note_needs(needs)
+
     def close(self) -> None:
         self._inner.close()
 

@@ -8,20 +8,19 @@ from __future__ import annotations
 import logging
 import struct
 import threading
-from array import array
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import grpc
 
-from protos.v1 import cache_pb2, host_tier_pb2, host_tier_pb2_grpc, types_pb2
+from protos.v1 import host_tier_pb2, host_tier_pb2_grpc
 from session.limits import MAX_MESSAGE_BYTES
 from session.words import HASH_BYTES, MissReason, TransferStatus
+from tier_client import requests
 from tier_client.breaker import Breaker
 from tier_client.page_store import PageStore
 from tier_client.values import NOT_ATTACHED, Attachment, Hit, KeyedPages, PagePath, PageRange, Ticket, TierClientConfig
 
-PROTOCOL_VERSION = 1
 # Of one path, until the service has told its limit.
 MAX_PAGES = 16_384
 # The caller's mistake, not the service's: it is logged, and others may go on asking.
@@ -31,12 +30,15 @@ REFUSALS = (
     grpc.StatusCode.FAILED_PRECONDITION,
 )
 
-# Of what is in no message: numbers out of range, texts that are no UTF-8 (a UnicodeError is a ValueError), other types.
-UNSENDABLE = (ValueError, TypeError, OverflowError)
+# Of values that no request can carry. `requests.Unsendable`, which names the field, is a ValueError; the others are of
+# arguments of another shape.
+UNSENDABLE = (ValueError, TypeError, OverflowError, AttributeError)
 
 _REASONS = {int(reason): reason.name.lower() for reason in MissReason}
 
 _Response = TypeVar("_Response")
+_Made = TypeVar("_Made")
+_Arguments = ParamSpec("_Arguments")
 
 _log = logging.getLogger(__name__)
 
@@ -54,6 +56,9 @@ class HostTierCalls:
         self._tier_id = ""
         self._max_pages = MAX_PAGES
         self._is_suspect = False
+        self._mistakes = requests.Mistakes(_log)
+        # None: the configuration never changes, so nothing is ever asked.
+        self._attach_request = self._made(requests.attach_request, config)
 
     def close(self) -> None:
         self._channel.close()
@@ -61,7 +66,7 @@ class HostTierCalls:
 
     def is_away(self) -> bool:
         """Returns whether calls would find and take nothing at the moment. Does not wait."""
-        return self._breaker.is_open
+        return self._attach_request is None or self._breaker.is_open
 
     def was_read(self, num_bytes: int, took_s: float) -> None:
         """Counts what a rank's process read, and how long that took."""
@@ -69,13 +74,15 @@ class HostTierCalls:
 
     def attached(self) -> Attachment | None:
         """Returns the attachment, made anew where it has ended; None while that is not possible."""
+        if self._attach_request is None:
+            return None
         with self._lock:
             if self._is_suspect or self._attachment is None:
                 identity = None if self._breaker.is_open else self._store.identity()
                 if identity is None:
                     return None
                 if self._attachment is None or identity != self._tier_id:
-                    self._attachment, self._tier_id = self._attach(identity), identity
+                    self._attachment, self._tier_id = self._attach(self._attach_request, identity), identity
                 self._is_suspect = False
             return self._attachment
 
@@ -84,28 +91,9 @@ class HostTierCalls:
         everything."""
         self._is_suspect = True
 
-    def _attach(self, identity: str) -> Attachment | None:
-        config = self._config
-        groups = [
-            host_tier_pb2.TierGroup(
-                name=one.name,
-                kind=types_pb2.GroupKind.ValueType(one.kind),
-                window_tokens=one.window_tokens,
-                page_bytes=one.page_bytes,
-                replicated=one.replicated,
-            )
-            for one in config.groups
-        ]
-        request = host_tier_pb2.AttachRequest(
-            protocol_version=PROTOCOL_VERSION,
-            engine=config.engine,
-            fingerprint=config.attached_fingerprint(),
-            model=config.model,
-            page_tokens=config.page_tokens,
-            groups=groups,
-            num_ranks=config.num_ranks,
-            host_tier_id=identity,
-        )
+    def _attach(self, known: host_tier_pb2.AttachRequest, identity: str) -> Attachment | None:
+        request = host_tier_pb2.AttachRequest(host_tier_id=identity)
+        request.MergeFrom(known)
         answer: host_tier_pb2.AttachResponse | None = self._ask(self._stub.Attach, request, NOT_ATTACHED)
         if answer is None:
             return None
@@ -114,17 +102,19 @@ class HostTierCalls:
 
     def lookup(self, path: PagePath, local_pages: int) -> Hit | None:
         """Returns where the engine can resume, under a lease."""
-        attachment, answer = self._call(
-            self._stub.Lookup,
-            lambda id_: host_tier_pb2.LookupRequest(
-                **id_,
+
+        def request(attachment: Attachment) -> host_tier_pb2.LookupRequest:
+            return requests.message(
+                host_tier_pb2.LookupRequest,
+                **requests.names(attachment),
                 path=self._leading(path),
                 local_pages=local_pages,
                 lease=True,
                 compute_tokens_per_s=self._config.compute_tokens_per_s,
                 fetch_bytes_per_s=self._store.rate.bytes_per_s,
-            ),
-        )
+            )
+
+        attachment, answer = self._call(self._stub.Lookup, request)
         if answer is None:
             return None
         reason = _REASONS.get(answer.miss_reason, "")
@@ -133,37 +123,38 @@ class HostTierCalls:
 
     def reserve(self, path: PagePath, ranges: Iterable[PageRange]) -> Ticket | None:
         """Returns which of these pages are to be written; None also while the service takes none."""
-        asked = tuple(ranges)
+        asked = self._made(tuple, ranges)
+        if asked is None:
+            return None
+        num_asked = 0
 
-        def request(id_: dict[str, Any]) -> host_tier_pb2.ReserveRequest:
-            parts = [
-                host_tier_pb2.TierPageRange(group=one.group, first_page=one.first_page, num_pages=count)
-                for one in asked
-                if (count := min(one.end_page, self._max_pages) - one.first_page) > 0
-            ]
-            return host_tier_pb2.ReserveRequest(**id_, path=self._leading(path), ranges=parts)
+        def request(attachment: Attachment) -> host_tier_pb2.ReserveRequest:
+            nonlocal num_asked
+            parts = requests.page_ranges(asked, self._max_pages)
+            num_asked = sum(part.num_pages for part in parts)
+            return host_tier_pb2.ReserveRequest(**requests.names(attachment), path=self._leading(path), ranges=parts)
 
         attachment, answer = self._call(self._stub.Reserve, request)
         if answer is None or answer.breaker_open:
             return None
-        return Ticket(answer.ticket, self._keyed(answer.pages), answer.num_refused, attachment)
+        return Ticket(answer.ticket, self._keyed(answer.pages), answer.num_refused, attachment, num_asked)
 
     def commit(
         self, ticket: Ticket, rank: int, written: Sequence[tuple[int, int]], status: TransferStatus
     ) -> int | None:
         """`written`: group and number of its first pages that were stored. Returns how many pages became findable."""
-        groups = self._config.groups
-        told = [
-            host_tier_pb2.WrittenPages(group=group, num_pages=count, num_bytes=count * groups[group].page_bytes)
-            for group, count in written
-        ]
-        request = host_tier_pb2.CommitRequest(
-            **_id(ticket.attachment),
+        page_bytes = [group.page_bytes for group in self._config.groups]
+        request = self._made(
+            requests.commit_request,
+            ticket.attachment,
+            page_bytes,
+            written,
             ticket=ticket.number,
             rank=rank,
-            status=cache_pb2.TransferStatus.ValueType(status),
-            written=told,
+            status=status,
         )
+        if request is None:
+            return None
         answer: host_tier_pb2.CommitResponse | None = self._ask(self._stub.Commit, request, ticket.attachment)
         return None if answer is None else answer.num_findable
 
@@ -172,17 +163,23 @@ class HostTierCalls:
 
         Told under the hit's attachment: under a later one the lease's number is another's.
         """
-        end = host_tier_pb2.LeaseEnd(
-            lease=hit.lease, num_pages=num_pages, status=cache_pb2.TransferStatus.ValueType(status)
+        request = self._made(
+            requests.release_request, hit.attachment, lease=hit.lease, num_pages=num_pages, status=status
         )
-        request = host_tier_pb2.ReleaseRequest(**_id(hit.attachment), ends=[end])
-        return self._ask(self._stub.Release, request, hit.attachment) is not None
+        return request is not None and self._ask(self._stub.Release, request, hit.attachment) is not None
 
     def _leading(self, path: PagePath) -> host_tier_pb2.TierPath:
-        """Returns the first pages of a path, as many as the service takes."""
-        ids = path.page_ids[: self._max_pages * HASH_BYTES]
-        tokens = array("i", path.tokens[: self._max_pages * self._config.page_tokens + 1]).tobytes()
-        return host_tier_pb2.TierPath(adapter=path.adapter, salt=path.salt, page_ids=ids, tokens=tokens)
+        return requests.leading(path, self._max_pages, self._config.page_tokens)
+
+    def _made(
+        self, make: Callable[_Arguments, _Made], *args: _Arguments.args, **kwargs: _Arguments.kwargs
+    ) -> _Made | None:
+        """Returns what `make` makes of the engine's arguments; None, and logs why, where it raises for them."""
+        try:
+            return make(*args, **kwargs)
+        except UNSENDABLE as error:
+            self._mistakes.tell(f"the host tier's service was not asked: {error}")
+            return None
 
     def _keyed(self, pages: Iterable[host_tier_pb2.TierPages]) -> tuple[KeyedPages, ...]:
         return tuple(
@@ -196,7 +193,7 @@ class HostTierCalls:
             for one in pages
         )
 
-    def _call(self, method: Any, make: Callable[[dict[str, Any]], Any]) -> tuple[Attachment, Any]:
+    def _call(self, method: Any, make: Callable[[Attachment], Any]) -> tuple[Attachment, Any]:
         """Asks under the present attachment, once more under a new one where that has ended. Returns which it was, and
         the answer, None for none, and for arguments that no request can carry: `make` raises for those."""
         attachment = NOT_ATTACHED
@@ -205,10 +202,8 @@ class HostTierCalls:
             if now is None:
                 break
             attachment = now
-            try:
-                request = make(_id(attachment))
-            except UNSENDABLE as error:
-                _log.warning("the host tier's service was not asked: %s", error)
+            request = self._made(make, attachment)
+            if request is None:
                 break
             answer = self._ask(method, request, attachment)
             if answer is not None or not self._ended(attachment):
@@ -243,7 +238,3 @@ class HostTierCalls:
         else:
             self._breaker.failed()
             _log.warning("the host tier's service does not answer: %s", details)
-
-
-def _id(attachment: Attachment) -> dict[str, Any]:
-    return {"epoch": attachment.epoch, "attachment": attachment.number}

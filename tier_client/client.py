@@ -13,8 +13,9 @@ from typing import NamedTuple
 from session.words import TransferStatus
 from tier_client.breaker import Breaker
 from tier_client.calls import HostTierCalls
-from tier_client.page_store import Buffer, PageStore
+from tier_client.page_store import Buffer, PageStore, as_bytes
 from tier_client.redis_tier import RedisTier, RedisTierConfig
+from tier_client.requests import Mistakes
 from tier_client.values import Hit, KeyedPages, Loaded, PagePath, PageRange, TierClientConfig
 
 _log = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class TierClient:
             replicated=[number for number, group in enumerate(config.groups) if group.replicated],
         )
         self.calls = HostTierCalls(config, self.store)
+        self._mistakes = Mistakes(_log)
 
     def __enter__(self) -> TierClient:
         return self
@@ -97,29 +99,28 @@ class TierClient:
         """Writes those pages of the ranges that the tier lacks. Returns how many became findable.
 
         `payload(group, page)` gives a page's bytes; they must not change until this returns. What it raises comes
-        through, and pages of a wrong length are not written.
+        through. Where it returns anything but a page's bytes, nothing of that group is written, and the log says why.
         """
 
         def payloads(group: int, pages: tuple[int, ...]) -> list[Buffer]:
             return [payload(group, page) for page in pages]
 
-        return self.save_batches(path, list(ranges), payloads).num_findable
+        return self.save_batches(path, ranges, payloads).num_findable
 
-    def save_batches(self, path: PagePath, ranges: Sequence[PageRange], payloads: Payloads) -> Saved:
+    def save_batches(self, path: PagePath, ranges: Iterable[PageRange], payloads: Payloads) -> Saved:
         """Does the same where an engine gives all pages of a group at once."""
         ticket = self.calls.reserve(path, ranges)
         if ticket is None:
             return Saved(0, 0)
-        num_asked = sum(one.end_page - one.first_page for one in ranges)
-        num_there = num_asked - sum(len(one.pages) for one in ticket.pages) - ticket.num_refused
+        num_there = ticket.num_asked - sum(len(one.pages) for one in ticket.pages) - ticket.num_refused
         if not ticket.number:
             return Saved(0, max(0, num_there))
         written: list[tuple[int, int]] = []
         status, num_findable = TransferStatus.DONE, None
         try:
             for one in ticket.pages:
-                values = payloads(one.group, one.pages)
-                if not self._is_of_size(one, values):
+                values = self._checked(one, payloads(one.group, one.pages))
+                if not values:
                     break
                 count, status = self.store.write(one.group, one.keys(self.config.rank), values)
                 written.append((one.group, count))
@@ -133,10 +134,20 @@ class TierClient:
             num_there += sum(count for _, count in written)
         return Saved(num_findable or 0, max(0, num_there))
 
-    def _is_of_size(self, pages: KeyedPages, payloads: Sequence[Buffer]) -> bool:
-        page_bytes = self.config.groups[pages.group].page_bytes
-        for page, given in zip(pages.pages, payloads, strict=True):
-            if (num_bytes := memoryview(given).nbytes) != page_bytes:
-                _log.error("page %d of group %d has %d bytes, not %d", page, pages.group, num_bytes, page_bytes)
-                return False
-        return True
+    def _checked(self, pages: KeyedPages, given: Iterable[Buffer]) -> list[memoryview]:
+        """Returns the bytes of all these pages; nothing, and logs why, where the engine gave anything else."""
+        group, page_bytes = pages.group, self.config.groups[pages.group].page_bytes
+        try:
+            pairs = list(zip(pages.pages, given, strict=True))
+        except (TypeError, ValueError):
+            self._mistakes.tell(f"payloads: of group {group} there is not one of each page; not saved")
+            return []
+        values: list[memoryview] = []
+        for page, one in pairs:
+            try:
+                values.append(as_bytes(one, page_bytes))
+            except TypeError as error:
+                about = f"payload of group {group} {error}"
+                self._mistakes.tell(f"payload: of page {page} of group {group} {error}; not saved", about)
+                return []
+        return values

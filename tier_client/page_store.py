@@ -69,32 +69,35 @@ class PageStore:
             return None
 
     def write(self, group: int, keys: Sequence[bytes], payloads: Sequence[Buffer]) -> tuple[int, TransferStatus]:
-        """Returns how many leading pages were stored, and FAILED where the store did not answer; DONE in a full one."""
+        """Returns how many leading pages were stored, and FAILED where the store did not answer; DONE in a full one.
+
+        A payload that is no bytes ends them, and the log says so.
+        """
         if self._breaker.is_open:
             return 0, TransferStatus.FAILED
-        kind, done = self._kind(group), 0
+        kind, done, values = self._kind(group), 0, _leading_bytes(payloads[: len(keys)])
         until_s = self._clock() + self._transfer_timeout_s
         try:
-            while done < len(keys):
+            while done < len(values):
                 self._check_time(until_s)
-                now = slice(done, done + PAGES_AT_ONCE)
-                stored = self._write_some(kind, keys[now], payloads[now])
+                now = slice(done, min(done + PAGES_AT_ONCE, len(values)))
+                stored = self._write_some(kind, keys[now], values[now])
                 done += stored
-                if stored < len(keys[now]):
+                if stored < len(values[now]):
                     break
         except HostTierError as error:
             self._failed(error)
             return done, TransferStatus.FAILED
         return done, TransferStatus.DONE
 
-    def _write_some(self, kind: PageKind, keys: Sequence[bytes], payloads: Sequence[Buffer]) -> int:
-        if memoryview(payloads[0]).nbytes > self._part_bytes:
+    def _write_some(self, kind: PageKind, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> int:
+        if payloads[0].nbytes > self._part_bytes:
             for count, (key, payload) in enumerate(zip(keys, payloads, strict=True)):
-                if not self._write_parts(kind, key, memoryview(payload).cast("B")):
+                if not self._write_parts(kind, key, payload):
                     return count
             return len(keys)
         values = [
-            (encode_header(kind, key, payload, xxhash.xxh3_128_digest), memoryview(payload).cast("B"))
+            (encode_header(kind, key, payload, xxhash.xxh3_128_digest), payload)
             for key, payload in zip(keys, payloads, strict=True)
         ]
         return self._tier.put(keys, values)
@@ -158,3 +161,29 @@ class PageStore:
     def _failed(self, error: HostTierError) -> None:
         self._breaker.failed()
         _log.warning("the host tier does not answer: %s", error)
+
+
+def as_bytes(given: Buffer, page_bytes: int | None = None) -> memoryview:
+    """Returns a view of a page's bytes. Raises TypeError for what has none in one piece, or not as many."""
+    try:
+        with memoryview(given) as view:
+            holds_objects = "O" in view.format  # their addresses would be saved
+            found = None if holds_objects else view.cast("B")
+    except (TypeError, ValueError, BufferError) as error:
+        raise TypeError(f"is a {type(given).__name__}: {error}") from None
+    if found is None:
+        raise TypeError(f"is a {type(given).__name__} of Python objects")
+    if page_bytes is not None and found.nbytes != page_bytes:
+        raise TypeError(f"has {found.nbytes} bytes, not {page_bytes}")
+    return found
+
+
+def _leading_bytes(payloads: Sequence[Buffer]) -> list[memoryview]:
+    found: list[memoryview] = []
+    for payload in payloads:
+        try:
+            found.append(as_bytes(payload))
+        except TypeError as error:
+            _log.warning("a page is not written: its payload %s", error)
+            break
+    return found

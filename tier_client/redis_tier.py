@@ -98,6 +98,9 @@ class RedisTier:
         except TooLongReply:
             yield None
 
+    def note_needs(self, needs: Iterable[tuple[bytes, bytes]]) -> None:
+        """Nothing to note: the cache service decides what goes."""
+
     def close(self) -> None:
         with self._lock:
             self._closed = True

@@ -33,7 +33,7 @@ class RespConnection:
         self._start = self._end = 0
         try:
             self._socket = _connect(address, max(timeout_s, MIN_TIMEOUT_S))
-        except (OSError, ssl.SSLError) as error:
+        except (OSError, ssl.SSLError, ValueError) as error:  # a ValueError for names that no host can have
             raise HostTierError(f"cannot connect to {address}: {error}") from error
         self._tls = isinstance(self._socket, ssl.SSLSocket)
         self.usable = True

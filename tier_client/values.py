@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -57,10 +58,14 @@ class TierClientConfig:
         if not 0 <= self.rank < self.num_ranks:
             raise ValueError(f"rank: {self.rank} of {self.num_ranks}")
         for name in ("call_timeout_s", "store_timeout_s", "transfer_timeout_s", "pause_s", "part_bytes"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name}: must be positive")
-        if self.compute_tokens_per_s < 0:
-            raise ValueError("compute_tokens_per_s: must not be negative")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}: must be positive, and finite")
+        if not 0 <= self.compute_tokens_per_s < math.inf:
+            raise ValueError("compute_tokens_per_s: must not be negative, and finite")
+        try:
+            self.cache_address.encode()
+        except UnicodeEncodeError:
+            raise ValueError("cache_address: must be UTF-8") from None
 
     def attached_fingerprint(self) -> bytes:
         """Returns `fingerprint`, and where some page is larger than a part, the size of parts."""
@@ -122,7 +127,7 @@ class Hit(NamedTuple):
 
 
 class Ticket(NamedTuple):
-    """Pages to write; `number` is 0 when there are none. `num_refused` pages found no room.
+    """Pages to write, of `num_asked`; `number` is 0 when there are none. `num_refused` pages found no room.
 
     May be handed to the processes of other ranks.
     """
@@ -131,6 +136,7 @@ class Ticket(NamedTuple):
     pages: tuple[KeyedPages, ...] = ()
     num_refused: int = 0
     attachment: Attachment = NOT_ATTACHED
+    num_asked: int = 0
 
 
 class Loaded(NamedTuple):
@@ -148,6 +154,7 @@ def fingerprint_of(facts: Mapping[str, object]) -> bytes:
     """
     digest = hashlib.sha256()
     for name, value in sorted(facts.items()):
-        for field in (name.encode(), str(value).encode()):
+        # A path that is no UTF-8 has lone surrogates in Python: it is another fact, and no error.
+        for field in (name.encode(errors="surrogatepass"), str(value).encode(errors="surrogatepass")):
             digest.update(len(field).to_bytes(8, "little") + field)
     return digest.digest()

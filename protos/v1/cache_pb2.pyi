@@ -1684,6 +1684,7 @@ class AttachmentStats(_message.Message):
     FETCHED_PAGES_FIELD_NUMBER: _builtins.int
     GIVEN_UP_PAGES_FIELD_NUMBER: _builtins.int
     ENGINES_FIELD_NUMBER: _builtins.int
+    OLDEST_TICKET_MS_FIELD_NUMBER: _builtins.int
     num_attachments: _builtins.int
     num_leases: _builtins.int
     num_tickets: _builtins.int
@@ -1701,6 +1702,8 @@ class AttachmentStats(_message.Message):
     """Pages that engines have read, in every group, and that were right."""
     given_up_pages: _builtins.int
     """Pages that were to be written and were not: the store failed, the engine gave them up, or their ticket ended."""
+    oldest_ticket_ms: _builtins.int
+    """How long the oldest ticket has been open. What writes takes seconds; a ticket of minutes is of an engine that is gone."""
     @_builtins.property
     def misses(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """By the lower-case name of a MissReason: Lookups by why no more of them could be used."""
@@ -1727,8 +1730,9 @@ class AttachmentStats(_message.Message):
         fetched_pages: _builtins.int = ...,
         given_up_pages: _builtins.int = ...,
         engines: _abc.Iterable[Global___AttachedEngine] | None = ...,
+        oldest_ticket_ms: _builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked_pages", b"asked_pages", "committed_pages", b"committed_pages", "engines", b"engines", "fetched_pages", b"fetched_pages", "given_up_pages", b"given_up_pages", "misses", b"misses", "num_attachments", b"num_attachments", "num_expired_leases", b"num_expired_leases", "num_expired_tickets", b"num_expired_tickets", "num_leases", b"num_leases", "num_lookups", b"num_lookups", "num_tickets", b"num_tickets", "refused_pages", b"refused_pages", "reserved_pages", b"reserved_pages", "usable_pages", b"usable_pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked_pages", b"asked_pages", "committed_pages", b"committed_pages", "engines", b"engines", "fetched_pages", b"fetched_pages", "given_up_pages", b"given_up_pages", "misses", b"misses", "num_attachments", b"num_attachments", "num_expired_leases", b"num_expired_leases", "num_expired_tickets", b"num_expired_tickets", "num_leases", b"num_leases", "num_lookups", b"num_lookups", "num_tickets", b"num_tickets", "oldest_ticket_ms", b"oldest_ticket_ms", "refused_pages", b"refused_pages", "reserved_pages", b"reserved_pages", "usable_pages", b"usable_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___AttachmentStats: _TypeAlias = AttachmentStats  # noqa: Y015
@@ -1772,6 +1776,7 @@ class AttachedEngine(_message.Message):
     GIVEN_UP_PAGES_FIELD_NUMBER: _builtins.int
     MISSES_FIELD_NUMBER: _builtins.int
     PEER_FIELD_NUMBER: _builtins.int
+    OLDEST_TICKET_MS_FIELD_NUMBER: _builtins.int
     attachment: _builtins.int
     engine: _builtins.str
     """AttachRequest.engine and model."""
@@ -1790,6 +1795,7 @@ class AttachedEngine(_message.Message):
     given_up_pages: _builtins.int
     peer: _builtins.str
     """Where its Attach came from, as gRPC names it: "ipv4:10.0.0.3:41234"."""
+    oldest_ticket_ms: _builtins.int
     @_builtins.property
     def misses(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
     def __init__(
@@ -1811,8 +1817,9 @@ class AttachedEngine(_message.Message):
         given_up_pages: _builtins.int = ...,
         misses: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         peer: _builtins.str = ...,
+        oldest_ticket_ms: _builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked_pages", b"asked_pages", "attachment", b"attachment", "committed_pages", b"committed_pages", "engine", b"engine", "fetched_pages", b"fetched_pages", "given_up_pages", b"given_up_pages", "key_prefix", b"key_prefix", "misses", b"misses", "model", b"model", "num_leases", b"num_leases", "num_lookups", b"num_lookups", "num_tickets", b"num_tickets", "peer", b"peer", "refused_pages", b"refused_pages", "reserved_pages", b"reserved_pages", "usable_pages", b"usable_pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked_pages", b"asked_pages", "attachment", b"attachment", "committed_pages", b"committed_pages", "engine", b"engine", "fetched_pages", b"fetched_pages", "given_up_pages", b"given_up_pages", "key_prefix", b"key_prefix", "misses", b"misses", "model", b"model", "num_leases", b"num_leases", "num_lookups", b"num_lookups", "num_tickets", b"num_tickets", "oldest_ticket_ms", b"oldest_ticket_ms", "peer", b"peer", "refused_pages", b"refused_pages", "reserved_pages", b"reserved_pages", "usable_pages", b"usable_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___AttachedEngine: _TypeAlias = AttachedEngine  # noqa: Y015

@@ -12,10 +12,22 @@ import pytest
 from redis import Redis
 
 from cache_service import host_tier_codec as codec
-from cache_service.core.attachments.messages import Found
-from protos.v1 import cache_pb2, host_tier_pb2, types_pb2
+from cache_service.core.attachments.messages import Found, Reserved
+from protos.v1 import cache_pb2, host_tier_pb2, host_tier_pb2_grpc, types_pb2
 from session.protocol import SENTINEL_KEY
-from tests.cache_service.engine import FULL, MISSING, PAGE_BYTES, STATE, TIER, WINDOW, Engine, keys, numbers, path
+from tests.cache_service.engine import (
+    FULL,
+    MISSING,
+    PAGE_BYTES,
+    STATE,
+    TIER,
+    WINDOW,
+    Engine,
+    keys,
+    numbers,
+    path,
+    range_of,
+)
 from tests.cache_service.peer import Client, Clock, started, until
 from tests.cache_service.test_host_keys import redis, server
 from tests.core import audit
@@ -222,6 +234,87 @@ async def test_a_lease_ends_whose_caller_has_gone(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(codec, "encode_found", encode_found)
         assert await engine.release((await engine.lookup(PROMPT)).lease, 10) == 1, "others keep theirs"
         audit.check(client.manager)
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_a_ticket_ends_whose_caller_has_gone(
+    server: RedisProcess, redis: Redis, monkeypatch: pytest.MonkeyPatch, *, is_cancelled: bool
+) -> None:
+    """Before it was told of the ticket: it cannot be writing. Others may write its pages at once."""
+    calls: list[Any] = []
+    encode_reserved = codec.encode_reserved
+
+    def encode_slowly(reserved: Reserved) -> host_tier_pb2.ReserveResponse:
+        assert reserved.ticket
+        if is_cancelled:
+            calls[-1].cancel()
+        time.sleep(0.3)
+        return encode_reserved(reserved)
+
+    redis.set(SENTINEL_KEY, TIER)
+    async with started(redis_url=server.url, tick_ms=5, max_open_tickets=2) as client:
+        engine, other = Engine(client, redis), Engine(client, redis)
+        await engine.attach()
+        await other.attach()
+        monkeypatch.setattr(codec, "encode_reserved", encode_slowly)
+        request = host_tier_pb2.ReserveRequest(**engine.id, path=PROMPT, ranges=[range_of(0, 10)])
+        for _ in range(3):
+            calls.append(engine.stub.Reserve(request, timeout=None if is_cancelled else 0.1))
+            with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
+                await calls[-1]
+        await until(lambda: client.manager.stats().attachments.num_tickets == 0)
+        stats = client.manager.stats().attachments
+        assert (stats.reserved_pages, stats.given_up_pages, stats.num_expired_tickets) == (30, 30, 0)
+        monkeypatch.setattr(codec, "encode_reserved", encode_reserved)
+        assert (await other.save(PROMPT, 0, 10)).num_findable == 10
+        found = await engine.lookup(PROMPT)
+        assert found.usable_pages == 10 and all(redis.mget(keys(found.pages)))
+        audit.check(client.manager)
+
+
+async def test_a_ticket_that_was_told_lasts_though_its_caller_goes(client: Client, redis: Redis) -> None:
+    """It may be writing, and nobody can tell it to stop: its pages are neither found nor anybody else's to write."""
+    async with grpc.aio.insecure_channel(str(client.service.address)) as channel:
+        gone = Engine(client, redis)
+        gone.stub = host_tier_pb2_grpc.HostTierStub(channel)
+        await gone.attach()
+        reserved = await gone.reserve(PROMPT, range_of(0, 10))
+    redis.mset(dict.fromkeys(keys(reserved.pages), b"half of them"))
+    other = Engine(client, redis)
+    await other.attach()
+    await asyncio.sleep(0.1)
+    assert (await other.lookup(PROMPT)).usable_pages == 0
+    assert (await other.reserve(PROMPT, range_of(0, 10))).ticket == 0
+    stats = (await client.stub.Stats(cache_pb2.StatsRequest())).attachments
+    assert [one.num_tickets for one in stats.engines] == [1, 0], "Stats names the attachment that has it"
+
+
+async def test_the_oldest_ticket_shows_how_long_it_has_been_open() -> None:
+    clock = Clock()
+    async with started(clock=clock, tick_ms=5) as client:
+        gone, other = Engine(client), Engine(client)
+        await gone.attach()
+        await other.attach()
+        await gone.reserve(PROMPT, range_of(0, 4))
+        clock.now_ms += 20_000
+        await gone.reserve(PROMPT, range_of(4, 8))
+        ticket = (await other.reserve(PROMPT, range_of(8, 10))).ticket
+        clock.now_ms += 10_000
+
+        async def told() -> list[int]:
+            stats = (await client.stub.Stats(cache_pb2.StatsRequest())).attachments
+            return [stats.oldest_ticket_ms, *[one.oldest_ticket_ms for one in stats.engines]]
+
+        await until(lambda: client.manager.stats().attachments.oldest_ticket_ms == 30_000)
+        assert await told() == [30_000, 30_000, 10_000]
+        await other.commit(ticket)
+        assert await told() == [30_000, 30_000, 0]
+        sample = client.service.registry.get_sample_value
+        assert sample("stemcache_cache_attached_oldest_ticket_ms") == 30_000
+        clock.now_ms += 90_000
+        await until(lambda: client.manager.stats().attachments.oldest_ticket_ms == 100_000)
+        clock.now_ms += 20_000
+        await until(lambda: client.manager.stats().attachments.oldest_ticket_ms == 0)
 
 
 # Bad input.

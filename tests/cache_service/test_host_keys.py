@@ -44,6 +44,9 @@ class Rows:
         self.adopted.setdefault((host_tier_id, fingerprint), []).extend(keys)
         return len(keys)
 
+    def unknown_of(self, host_tier_id: str, keys: Sequence[bytes]) -> list[bytes]:
+        return list(keys)
+
     def end_scan(self, host_tier_id: str, fingerprint: bytes) -> None:
         self.scanned.add((host_tier_id, fingerprint))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,10 +15,14 @@ from cache_service.core.base.manager_config import ManagerConfig
 from cache_service.core.cache_manager import CacheManager
 from cache_service.core.host.host_key import scan_prefix
 from cache_service.host_keys import RedisHostKeys, open_client
+from cache_service.key_scan import RefusedScans, Scan
 from session.messages import Hello
 from session.protocol import MAX_SENTINEL_BYTES, SENTINEL_KEY
 from session.words import GroupKind, GroupSpec, HostTierKind, WorkerId
+from tests.cache_service.engine import Engine, path
+from tests.cache_service.peer import started
 from tests.cache_service.test_host_keys import CONFIG, FINGERPRINT, Rows, host_keys, key, redis, rows, server, until
+from tests.core import audit
 from tests.redis_process import RedisProcess
 
 __all__ = ["host_keys", "redis", "rows", "server"]
@@ -29,6 +34,15 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
 
 
+SERVICE = ("reset", "on", ">pw", "~*", "&*", "+@all")
+
+
+def as_service(server: RedisProcess, redis: Redis, *rights: str) -> str:
+    """Gives the user these rights. Returns its URL."""
+    redis.execute_command("ACL", "SETUSER", "service", *SERVICE, *rights)
+    return f"redis://service:pw@127.0.0.1:{server.port}/0"
+
+
 async def some_looks() -> None:
     await asyncio.sleep(10 * CONFIG.watch_interval_s)
 
@@ -38,8 +52,7 @@ async def test_a_scan_that_redis_refuses_has_ended_and_is_told_once(
     server: RedisProcess, redis: Redis, rows: Rows, caplog: pytest.LogCaptureFixture, refused: str
 ) -> None:
     redis.set(key(1), "v")
-    redis.execute_command("ACL", "SETUSER", "service", "reset", "on", ">pw", "~*", "&*", "+@all", f"-{refused}")
-    keys = RedisHostKeys(open_client(f"redis://service:pw@127.0.0.1:{server.port}/0", 0.3), rows, CONFIG)
+    keys = RedisHostKeys(open_client(as_service(server, redis, f"-{refused}"), 0.3), rows, CONFIG)
     keys.start()
     await until(lambda: rows.scanned == {TIER})
     await some_looks()
@@ -49,6 +62,81 @@ async def test_a_scan_that_redis_refuses_has_ended_and_is_told_once(
     (record,) = [record for record in caplog.records if record.getMessage() == told]
     assert any(word in record.__dict__["reason"] for word in ("permission", "MULTI"))
     assert (rows.adopted, rows.health) == ({}, []), "the store answers"
+
+
+def told_allowed(caplog: pytest.LogCaptureFixture) -> int:
+    return sum("allows the scan" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("refused", ["scan", "multi", "time", "pttl", "exists"])
+async def test_a_scan_that_was_refused_finds_the_rows_once_it_is_allowed(
+    server: RedisProcess, redis: Redis, caplog: pytest.LogCaptureFixture, refused: str
+) -> None:
+    caplog.set_level("INFO")
+    other, empty = bytes(32), bytes([1]) * 32
+    for number in range(3):
+        redis.set(key(number), "v", px=50_000 - 1_000 * number)
+        redis.set(key(number, other), "v")
+    rows = Rows(TIER, ("tier-1", other), ("tier-1", empty))
+    config = replace(CONFIG, refused_pause_s=0.05)
+    keys = RedisHostKeys(open_client(as_service(server, redis, f"-{refused}"), 0.3), rows, config)
+    keys.start()
+    await until(lambda: len(rows.scanned) == 3)
+    await asyncio.sleep(0.5)  # refused again and again
+    assert rows.adopted == {} and told_allowed(caplog) == 0
+    as_service(server, redis)
+    await until(lambda: len(rows.adopted) == 2)
+    await some_looks()
+    await keys.close()
+    assert rows.adopted[TIER] == [key(number) for number in range(3)], "once, and in their order"
+    assert set(rows.adopted["tier-1", other]) == {key(number, other) for number in range(3)}
+    assert (len(warnings(caplog)), told_allowed(caplog)) == (1, 1)
+    assert rows.health == []
+
+
+def test_pauses_between_refused_scans_double_up_to_a_minute() -> None:
+    refused, one, two = RefusedScans(1_000), Scan("tier-1", b"1"), Scan("tier-1", b"2")
+    now_ms, pauses = 0, []
+    assert not refused.is_due(one, now_ms), "it was never refused"
+    refused.add(two, now_ms)
+    for _ in range(10):
+        refused.add(one, now_ms)
+        began_ms = now_ms
+        while not refused.is_due(one, now_ms):
+            now_ms += 1_000
+        assert refused.is_due(two, now_ms)
+        pauses.append((now_ms - began_ms) // 1_000)
+    assert pauses == [2, 4, 8, 16, 32, 60, 60, 60, 60, 60]
+    assert refused.allowed(one) and refused.is_due(two, now_ms) and not refused.is_due(one, now_ms)
+    assert not refused.allowed(two) and not refused, "told once"
+
+
+@pytest.mark.parametrize("was_cleared", [False, True])
+async def test_rows_of_before_are_found_and_those_written_meanwhile_stay(
+    server: RedisProcess, redis: Redis, caplog: pytest.LogCaptureFixture, *, was_cleared: bool
+) -> None:
+    """Over gRPC: an engine writes while the scan is refused. `was_cleared`: an earlier service left a Clear call."""
+    before, since = path("before"), path("since")
+    async with started(redis_url=server.url, tick_ms=10) as client:
+        engine = Engine(client, redis)
+        prefix = (await engine.attach()).key_prefix
+        await engine.save(before, 0, 6)
+    mark = prefix.replace(":1:", ":1:clearing:").removesuffix(":")
+    if was_cleared:
+        redis.set(mark, "1")
+    async with started(redis_url=as_service(server, redis, "-scan"), tick_ms=10) as client:
+        engine = Engine(client, redis)
+        await engine.attach()
+        await until(lambda: warnings(caplog))
+        assert (await engine.lookup(before)).usable_pages == 0
+        await engine.save(since, 0, 5)
+        as_service(server, redis)
+        num_left = 5 if was_cleared else 11
+        await until(lambda: len(redis.keys(f"{prefix}*")) == num_left and not redis.exists(mark))
+        await until(lambda: client.manager.stats().host_tier.num_rows == num_left)
+        found = [(await engine.lookup(one, lease=False)).usable_pages for one in (before, since)]
+        assert found == [num_left - 5, 5]
+        audit.check(client.manager)
 
 
 async def test_a_scan_that_lost_its_connection_is_made_again_and_told_once(

@@ -8,6 +8,7 @@ import pytest
 
 from tests.faulty_tier import FaultPlan, FaultyTier
 from tier_client.errors import HostTierError
+from worker_service.host_tier import memory
 from worker_service.host_tier.allocator import keep_freed_blocks
 from worker_service.host_tier.memory import MemoryTier
 from worker_service.host_tier.metered import Measure, MeteredTier
@@ -39,6 +40,57 @@ def test_memory_drops_the_last_of_those_together_first() -> None:
     assert kept(tier) == b"baih"
     tier.put([b"j", b"k", b"l"], [[bytes(3)]] * 3)
     assert kept(tier) == b"kj"
+
+
+def in_fours(tier: MemoryTier, name: str, num_pages: int) -> None:
+    """Puts a prompt's pages, four at a time, each of one byte."""
+    keys = [name.encode() + bytes([page]) for page in range(num_pages)]
+    tier.note_needs(zip(keys[1:], keys, strict=False))
+    for first in range(0, num_pages, 4):
+        tier.put(keys[first : first + 4], [[b"x"]] * len(keys[first : first + 4]))
+
+
+def pages_left(tier: MemoryTier, name: str) -> list[int]:
+    return sorted(key[1] for key in tier._values if key[:1] == name.encode())
+
+
+@pytest.mark.parametrize("num_other", [0, 3, 8, 20])
+def test_of_a_prompt_in_several_batches_memory_keeps_the_beginning(num_other: int) -> None:
+    tier = MemoryTier(24)
+    in_fours(tier, "a", 16)
+    in_fours(tier, "b", 4)
+    in_fours(tier, "c", num_other)
+    assert pages_left(tier, "a") == list(range(min(16, 20 - num_other)))
+    assert pages_left(tier, "b") == list(range(4)) and pages_left(tier, "c") == list(range(num_other))
+
+
+def test_what_a_later_part_of_a_prompt_needs_is_used_with_it() -> None:
+    tier = MemoryTier(24)
+    in_fours(tier, "a", 16)
+    in_fours(tier, "b", 8)
+    tier.get([b"a\x0f"], 1)
+    in_fours(tier, "c", 6)
+    assert (pages_left(tier, "a"), pages_left(tier, "b")) == (list(range(16)), [0, 1])
+
+
+def test_of_a_prompt_that_is_longer_than_the_memory_the_beginning_stays() -> None:
+    tier = MemoryTier(10)
+    in_fours(tier, "a", 30)
+    assert pages_left(tier, "a") == list(range(10))
+    assert tier.num_bytes == 10
+
+
+def test_what_absent_values_need_is_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "MAX_ABSENT", 8)
+    tier = MemoryTier(4)
+    for name in "abcdefgh":
+        in_fours(tier, name, 4)
+        tier.note_needs([(f"never {name} {number}".encode(), b"came") for number in range(4)])
+        assert len(tier._needs) <= 4 + 8 + 4
+    tier.note_needs([(b"a", b"b"), (b"b", b"a")])
+    tier.put([b"a"], [[b"x"]])  # ends, though nothing needs what needs it
+    tier.flush()
+    assert not tier._needs
 
 
 def test_memory_counts_a_replaced_value_once() -> None:

@@ -8,13 +8,13 @@ import pytest
 
 from cache_service.core.base.errors import LeasesInScope, UnknownTicket
 from session.messages import Ack
-from session.words import HostTierKind, Namespace, TicketId
+from session.words import HostTierKind, Namespace, TicketId, TransferStatus
 from tests.core.at_once import clear_at_once
 from tests.core.driver import FakeWorker
 from tests.core.host_stage import churn, join, spill, stage, warm
 from tests.core.oracle import Oracle
 from tests.core.test_cases_pages import span, spare
-from tests.core.world import ABORTED, DONE, FAILED, MISSING, NS, full, ids, keys, pack, state, window
+from tests.core.world import ABORTED, CORRUPT, DONE, FAILED, MISSING, NS, full, ids, keys, pack, state, window
 
 
 def test_case_33_a_host_hit_brings_what_the_rules_need() -> None:
@@ -236,6 +236,37 @@ def test_e6_host_rows_do_not_cross_salts_tiers_or_models() -> None:
         same.release(probe, ABORTED)
     assert other_tier.start(span(1, 10), Namespace("model", "", "salt1")).fetch is None
     assert same.start(span(1, 10), Namespace("model", "", "salt1")).fetch is not None
+
+
+@pytest.mark.parametrize(
+    ("tier", "status", "num_left"),
+    [
+        (HostTierKind.PRIVATE, MISSING, 1),
+        (HostTierKind.PRIVATE, CORRUPT, 3),
+        (HostTierKind.SHARED, MISSING, 3),
+    ],
+)
+def test_behind_a_page_that_a_private_tier_dropped_nothing_is_left(
+    tier: HostTierKind, status: TransferStatus, num_left: int
+) -> None:
+    """It drops the ends of prompts first. Were each page's row to be missed by a fetch, as many fetches would miss."""
+    world = stage()
+    identity = "tier-1" if tier is HostTierKind.SHARED else ""
+    worker = FakeWorker(world, [full(6)], 2, "w0", host_tier=tier, host_tier_id=identity)
+    worker.run(span(1, 8))
+    spill(worker)
+    churn(worker)
+    num_rows = world.manager.stats().host_tier.num_rows
+    live = worker.start(span(1, 10))
+    assert live.fetch is not None and live.fetch.num_pages == 4
+    worker.do_fetch(live, 1, status)
+    stats = world.manager.stats().host_tier
+    assert stats.num_rows == num_rows - 4 + num_left
+    assert stats.num_missing_pages + stats.num_corrupt_pages == 1
+    while live.fetch is not None:
+        worker.do_fetch(live, 0, MISSING)
+    worker.prefill(live)
+    world.tick()
 
 
 def test_private_rows_serve_their_worker_only() -> None:

@@ -16,6 +16,7 @@ from session.messages import Ack
 from session.words import TicketId, Transfer, TransferPages, TransferStatus
 from tests.faulty_tier import FaultPlan, FaultyTier
 from tests.worker_service.kv_layouts import kv_layouts
+from tier_client.page_codec import HEADER_BYTES
 from worker_service.core.ports import HostTier
 from worker_service.gpu.page_pools import PagePools
 from worker_service.host_tier.memory import MemoryTier
@@ -95,6 +96,32 @@ async def test_pages_of_all_groups_arrive_on_another_device_bit_for_bit() -> Non
         if at >= 2:
             assert page(there, 1, target[1][at]) == page(here, 1, out[1][at])
     assert page(there, 1, target[1][0]) == before, "a hole was written to"
+
+
+async def test_of_a_prompt_in_several_transfers_memory_keeps_the_beginning() -> None:
+    """Two groups, the second one with holes: what is left of both are the first pages."""
+    pages = make_pages(1)
+    row_bytes = [pages.page_bytes(group) + HEADER_BYTES for group in range(2)]
+    tier = MemoryTier(30 * row_bytes[0])
+    harness = MoverHarness(pages, tier)
+    ids = [list(range(1, 13))] * 2
+    holes = [(1, page) for page in range(10)]
+
+    def part(ticket: int, prompt: int, first: int) -> Transfer:
+        """12 pages of a prompt, from page `first` on."""
+        hashes = b"".join((prompt * 1000 + page).to_bytes(32, "big") for page in range(first, first + 12))
+        moved = transfer(ticket, ids, holes)
+        groups = tuple(group._replace(page_hashes=hashes) for group in moved.groups)
+        return moved._replace(groups=groups, first_page=first)
+
+    for ticket, first in enumerate((0, 12, 24), start=1):
+        harness.mover.spill(part(ticket, 1, first))
+        await harness.mover.drain()
+    await harness.spill(part(9, 2, 0))
+    assert tier.num_bytes <= 30 * row_bytes[0]
+    left = [page for page in range(36) if tier.get([name(0, 1000 + page)], 1 << 20) != [None]]
+    assert left == list(range(len(left))) and 10 < len(left) < 20
+    assert all(tier.get([name(0, 2000 + page)], 1 << 20) != [None] for page in range(12))
 
 
 @pytest.mark.parametrize("missing", [0, 3, 4, 10])

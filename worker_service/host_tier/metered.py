@@ -77,6 +77,9 @@ class MeteredTier:
         finally:
             self._record(Measure("get", 0 if failed else num_bytes, failed))
 
+    def note_needs(self, needs: Iterable[tuple[bytes, bytes]]) -> None:
+        self._inner.note_needs(needs)
+
     @contextmanager
     def _failures(self, operation: Operation) -> Iterator[None]:
         """Records a call that fails, and lets its error pass."""

@@ -18,13 +18,14 @@ from typing import NamedTuple
 import torch
 
 from session.messages import Ack
-from session.words import Transfer, TransferStatus
+from session.words import HostTierKind, Transfer, TransferStatus
 from tier_client import page_codec
 from tier_client.breaker import Breaker
 from tier_client.errors import HostTierError, PageRejected
 from tier_client.large_pages import PART_BYTES
 from worker_service.core.ports import HostTier
 from worker_service.transfer.moved_pages import MovedPage, PageFrame, PageStore, moved_pages
+from worker_service.transfer.page_needs import PageNeeds
 from worker_service.transfer.page_parts import PageParts
 
 PAGES_PER_COMMAND = 8
@@ -66,6 +67,7 @@ class PageMover:
         self._on_ack = on_ack
         self._limits = limits
         self._parts = PageParts(pages, frame, limits.part_bytes)
+        self._needs = PageNeeds()
         self._breaker = Breaker(limits.breaker_s, limits.breaker_failures)
         self._threads = ThreadPoolExecutor(limits.threads, thread_name_prefix="page-mover")
         self._running: set[asyncio.Future[Ack]] = set()
@@ -108,6 +110,8 @@ class PageMover:
         if tier is None or len(self._running) >= self._limits.max_queued or self._breaker.is_open:
             loop.call_soon(self._on_ack, Ack(transfer.ticket, 0, TransferStatus.FAILED))
             return
+        if tier.kind is HostTierKind.PRIVATE:
+            tier.note_needs(self._needs.of(transfer))
         running = loop.run_in_executor(self._threads, self._timed, transfer, lambda: work(tier))
         self._running.add(running)
         running.add_done_callback(self._hand_over)

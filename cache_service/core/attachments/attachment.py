@@ -42,6 +42,7 @@ class Writing:
     namespace: Namespace
     rows: tuple[tuple[bytes, int], ...]
     num_bytes: int
+    begun_ms: int
     until_ms: int
     done: dict[int, dict[int, int]] = field(default_factory=dict)
     full: int = 0
@@ -135,8 +136,8 @@ class Attachment:
         self.writing_pages += len(writing.rows)
         return self.last_ticket
 
-    def end_ticket(self, number: int, done: dict[int, int]) -> int:
-        """The first `done[group]` pages of each group become rows; keys of the others are dropped, since a rank may
+    def end_ticket(self, number: int, done: dict[int, int], *, may_be_written: bool = True) -> int:
+        """The first `done[group]` pages of each group become rows; keys of the others are dropped, where a rank may
         have written some. Returns how many pages have become findable."""
         writing = self.tickets.pop(number)
         self.writing_pages -= len(writing.rows)
@@ -154,7 +155,8 @@ class Attachment:
             if written:
                 added.append((page_hash, written))
             if groups != written:
-                index.delete(fingerprint, page_hash, groups & ~written)
+                if may_be_written:
+                    index.delete(fingerprint, page_hash, groups & ~written)
                 self.not_taken(page_hash, groups & ~written, has_room=not writing.full & groups & ~written)
         for page_hash, groups in reversed(added):
             index.add(fingerprint, page_hash, groups, writing.namespace)
@@ -172,7 +174,8 @@ class Attachment:
         note_gone(self.view.index, self.view.fingerprint + page_hash, groups, why)
 
     def stats(self) -> AttachedEngine:
-        counters = self.counters
+        counters, now_ms = self.counters, self.view.index.now_ms
+        begun_ms = next(iter(self.tickets.values())).begun_ms if self.tickets else now_ms
         return AttachedEngine(
             attachment=self.number,
             engine=self.attach.engine,
@@ -190,6 +193,7 @@ class Attachment:
             given_up_pages=counters.given_up_pages,
             misses=counters.all_misses(),
             peer=self.attach.peer,
+            oldest_ticket_ms=max(0, now_ms - begun_ms),
         )
 
     def is_in_scope(self, namespace: Namespace | None) -> bool:

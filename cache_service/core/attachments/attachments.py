@@ -132,8 +132,15 @@ class Attachments:
 
     def reserve(self, attachment: Attachment, reserve: Reserve, now_ms: int) -> Reserved:
         """Returns what the engine is to write. Raises InvalidInput, TooMany; then nothing changed."""
-        until_ms = now_ms + self.limits.ticket_ms
-        return writing.reserve(attachment, reserve, self.limits.max_tickets, until_ms)
+        return writing.reserve(attachment, reserve, self.limits, now_ms)
+
+    def withdraw(self, attachment: Attachment, ticket: int) -> None:
+        """Ends a ticket that nobody was told of: its pages are given up, and may be reserved again at once.
+
+        Nobody has written them, so no key is deleted; a delete could come after what the next one writes.
+        """
+        if ticket in attachment.tickets:
+            attachment.end_ticket(ticket, {}, may_be_written=False)
 
     def commit(self, attachment: Attachment, commit: Commit, now_ms: int) -> Committed:
         """Makes pages findable that every rank has written. Raises InvalidInput, UnknownTicket; then nothing

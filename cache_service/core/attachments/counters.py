@@ -66,4 +66,5 @@ class AttachmentCounters:
             fetched_pages=self.fetched_pages,
             given_up_pages=self.given_up_pages,
             engines=engines,
+            oldest_ticket_ms=max([one.oldest_ticket_ms for one in engines], default=0),
         )

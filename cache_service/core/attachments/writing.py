@@ -11,6 +11,7 @@ from cache_service.core.attachments.messages import (
     LeaseEnd,
     Reserve,
     Reserved,
+    TierLimits,
     TierPages,
 )
 from cache_service.core.attachments.path_hashes import PathHashes
@@ -20,12 +21,12 @@ from session.errors import InvalidInput, TooMany
 from session.words import MissReason, TransferStatus
 
 
-def reserve(attachment: Attachment, asked: Reserve, max_tickets: int, until_ms: int) -> Reserved:
+def reserve(attachment: Attachment, asked: Reserve, limits: TierLimits, now_ms: int) -> Reserved:
     """Raises InvalidInput, TooMany; then nothing changed."""
     hashes = attachment.hashes(asked.path)
     wanted = _wanted(attachment, hashes, asked.ranges)
-    if len(attachment.tickets) >= max_tickets:
-        raise TooMany("reserve", f"{max_tickets} tickets are open")
+    if len(attachment.tickets) >= limits.max_tickets:
+        raise TooMany("reserve", f"{limits.max_tickets} tickets are open")
     rows, num_refused = _admitted(attachment, hashes, wanted)
     if attachment.is_paused:
         return Reserved(breaker_open=True)
@@ -34,7 +35,8 @@ def reserve(attachment: Attachment, asked: Reserve, max_tickets: int, until_ms: 
         return Reserved(num_refused=num_refused)
     pairs = tuple((page_hash, groups) for _, page_hash, groups in rows)
     num_bytes = sum(attachment.page_bytes(groups) for _, groups in pairs)
-    ticket = attachment.add_ticket(Writing(attachment.namespace(asked.path), pairs, num_bytes, until_ms))
+    writing = Writing(attachment.namespace(asked.path), pairs, num_bytes, now_ms, now_ms + limits.ticket_ms)
+    ticket = attachment.add_ticket(writing)
     return Reserved(ticket, _by_group(attachment, rows), num_refused)
 
 

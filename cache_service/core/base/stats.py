@@ -83,6 +83,7 @@ class AttachedEngine(NamedTuple):
     given_up_pages: int
     misses: tuple[tuple[MissReason, int], ...]
     peer: str = ""
+    oldest_ticket_ms: int = 0
 
 
 class AttachmentStats(NamedTuple):
@@ -103,6 +104,7 @@ class AttachmentStats(NamedTuple):
     fetched_pages: int = 0
     given_up_pages: int = 0
     engines: tuple[AttachedEngine, ...] = ()
+    oldest_ticket_ms: int = 0
 
 
 class ManagerStats(NamedTuple):

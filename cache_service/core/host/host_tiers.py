@@ -94,6 +94,16 @@ class HostTiers:
         index.shrink()
         return num_added
 
+    def unknown_of(self, host_tier_id: str, keys: Sequence[bytes]) -> list[bytes]:
+        """Returns those of these keys that stand for no row, and for no page that is being written."""
+        index = self.shared.get(host_tier_id)
+        parsed = [(raw, parse_key(raw)) for raw in keys]
+        return [
+            raw
+            for raw, key in parsed
+            if index is None or key is None or not index.known(key.fingerprint, key.page_hash) >> key.group & 1
+        ]
+
     def end_scan(self, host_tier_id: str, fingerprint: bytes) -> None:
         """Notes that no scan of these rows is under way or due."""
         index = self.shared.get(host_tier_id)

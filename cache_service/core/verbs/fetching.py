@@ -143,7 +143,10 @@ def _report(worker_id: WorkerId, fetch: Fetch, ack: Ack, now_ms: int) -> None:
         index.counters.corrupt += is_corrupt
         index.counters.missing += not is_corrupt
         why = MissReason.DAMAGED if is_corrupt else MissReason.LOST
-        index.forget(fingerprint, fetch.hashes(ack.num_done + 1)[-1], why)
+        # A worker's own memory drops the ends of prompts first, and tells nobody: what is behind has gone as well.
+        is_one = is_corrupt or index.shared
+        for page_hash in fetch.hashes(ack.num_done + 1 if is_one else fetch.transfer.num_pages)[ack.num_done :]:
+            index.forget(fingerprint, page_hash, why)
 
 
 def _touch(arrived: list[Arrival]) -> None:

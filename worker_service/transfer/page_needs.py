@@ -1,0 +1,47 @@
+"""Which value of a transfer is no use without which other: a page without the one before it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from session.words import TicketId, Transfer
+from worker_service.transfer.moved_pages import MovedPage, moved_pages
+
+
+class _End(NamedTuple):
+    """Where a transfer ended, and the key of its last page."""
+
+    ticket: TicketId
+    page: int
+    key: bytes
+
+
+class PageNeeds:
+    """A long prompt's pages move in several transfers, one ticket after the other: such are taken for one prompt's.
+
+    Where they were not, what a store drops first is another page than the best one, and no more.
+    """
+
+    def __init__(self) -> None:
+        self._last: _End | None = None
+
+    def of(self, transfer: Transfer) -> list[tuple[bytes, bytes]]:
+        """Returns pairs of keys: the first one's value is no use without the second one's.
+
+        Values of all groups need that of the page before in a group of which each page moves, as one that keeps whole
+        prompts does.
+        """
+        items = moved_pages(transfer, 0, transfer.num_pages)
+        trunk = next((one.group for one in transfer.groups if _moves_all(items, one.group, transfer)), None)
+        last, self._last = self._last, None
+        if trunk is None:
+            return []
+        keys = [item.key for item in items if item.group == trunk]
+        goes_on = last is not None and (last.ticket + 1, last.page) == (transfer.ticket, transfer.first_page)
+        before = [last.key if last is not None and goes_on else None, *keys]
+        self._last = _End(transfer.ticket, transfer.first_page + transfer.num_pages, keys[-1])
+        return [(item.key, need) for item in items if (need := before[item.page]) is not None]
+
+
+def _moves_all(items: list[MovedPage], group: int, transfer: Transfer) -> bool:
+    return bool(transfer.num_pages) and sum(item.group == group for item in items) == transfer.num_pages
