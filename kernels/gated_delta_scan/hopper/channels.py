@@ -169,6 +169,39 @@ def add_levels(products, scores, q, k, highs, tiles, count, DK: gl.constexpr, TL
     return products, scores
 
 
+@gluon.jit
+def store_decayed(
+    kept_ptr, keys_ptr, reading_ptr, q, k, highs, lows, staging, first, count,
+    HEADS: gl.constexpr, DK: gl.constexpr, DL: gl.constexpr,
+):  # fmt: skip
+    """Stores keys by what is left of them behind the block, keys and queries by what is left there of the state before
+    it. Pointers are to the head's first element."""
+    decays = exact_decays(highs, lows, False, DK, DL)
+    store_wide(kept_ptr, k.load(DL).to(gl.float32) * decays, staging, first, count, HEADS, DK)
+    decays = exact_decays(highs, lows, True, DK, DL)
+    thread_barrier()
+    store_wide(keys_ptr, k.load(DL).to(gl.float32) * decays, staging, first, count, HEADS, DK)
+    store_wide(reading_ptr, q.load(DL).to(gl.float32) * decays, lows, first, count, HEADS, DK)
+
+
+@gluon.jit
+def store_pairs(
+    inverses_ptr, scores_ptr, products, scores, beta, highs, tiles, first, count, head,
+    HEADS: gl.constexpr, DTYPE: gl.constexpr, TL: gl.constexpr,
+):  # fmt: skip
+    """Stores a block's scores, and the inverse that products of its keys make with `beta`. Writes over `highs` and
+    `tiles`."""
+    thread_barrier()
+    a = products * beta.to(gl.float32)[:, None]
+    rows = highs._reinterpret(gl.float16, [_GRID, _GRID], highs.layout)
+    rows.store(a.to(gl.float16))
+    fence_async_shared()
+    thread_barrier()
+    store_rows(scores_ptr, scores.to(DTYPE), first, count, head, HEADS)
+    inverse = unit_lower_inverse(a, rows, tiles._reinterpret(gl.float16, [2, _GRID, _GRID], tiles.layout), count, TL)
+    store_rows(inverses_ptr, inverse.to(DTYPE), first, count, head, HEADS)
+
+
 # What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
 @gluon.jit(do_not_specialize=["num_rows"])
 def solve_channels(
@@ -213,19 +246,11 @@ def solve_channels(
         j = gl.arange(0, _GRID, COLUMN)
         products = gl.zeros([_GRID, _GRID], gl.float32, TL)
         scores = gl.where(i[:, None] == j[None, :], diagonal.load(ROW)[:, None], 0.0)
-        decays = exact_decays(highs, lows, False, DK, DL)
-        store_wide(kept_ptr + at, k.load(DL).to(gl.float32) * decays, tiles.index(0), first, count, HEADS, DK)
-        decays = exact_decays(highs, lows, True, DK, DL)
-        thread_barrier()
-        store_wide(keys_ptr + at, k.load(DL).to(gl.float32) * decays, tiles.index(0), first, count, HEADS, DK)
-        store_wide(reading_ptr + at, q.load(DL).to(gl.float32) * decays, lows, first, count, HEADS, DK)
+        store_decayed(
+            kept_ptr + at, keys_ptr + at, reading_ptr + at, q, k, highs, lows, tiles.index(0), first, count,
+            HEADS, DK, DL,
+        )  # fmt: skip
         products, scores = add_levels(products, scores, q, k, highs, tiles, count, DK, TL, DL)
-        thread_barrier()
-        a = products * beta.to(gl.float32)[:, None]
-        rows = highs._reinterpret(gl.float16, [_GRID, _GRID], TILE)
-        rows.store(a.to(gl.float16))
-        fence_async_shared()
-        thread_barrier()
-        store_rows(scores_ptr, scores.to(DTYPE), first, count, head, HEADS)
-        inverse = unit_lower_inverse(a, rows, tiles._reinterpret(gl.float16, [2, _GRID, _GRID], TILE), count, TL)
-        store_rows(inverses_ptr, inverse.to(DTYPE), first, count, head, HEADS)
+        store_pairs(
+            inverses_ptr, scores_ptr, products, scores, beta, highs, tiles, first, count, head, HEADS, DTYPE, TL
+        )

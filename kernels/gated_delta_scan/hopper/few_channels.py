@@ -25,12 +25,11 @@ from kernels.block_scan.hopper.rows import clear_tail
 from kernels.block_scan.plan import GRID_TOKENS
 from kernels.gated_delta_scan.hopper.channels import (
     add_levels,
-    exact_decays,
     norm_inputs,
     ones_at,
-    store_wide,
+    store_decayed,
+    store_pairs,
 )
-from kernels.gated_delta_scan.hopper.kernel import store_rows, unit_lower_inverse
 from kernels.hopper.barriers import make_barriers, thread_barrier
 from kernels.hopper.launches import allow_next_launch, wait_for_last_launch
 from kernels.hopper.registers import opaque_zero
@@ -153,21 +152,6 @@ def stacked_levels(q, k, highs, tile, DK: gl.constexpr, TL: gl.constexpr, DL: gl
     return unstacked(added, TL), unstacked(read, TL)
 
 
-@gluon.jit
-def store_decayed(
-    kept_ptr, keys_ptr, reading_ptr, q, k, highs, lows, staging, first, count,
-    HEADS: gl.constexpr, DK: gl.constexpr, DL: gl.constexpr,
-):  # fmt: skip
-    """Stores keys by what is left of them behind the block, keys and queries by what is left there of the state before
-    it. Pointers are to the head's first element."""
-    decays = exact_decays(highs, lows, False, DK, DL)
-    store_wide(kept_ptr, k.load(DL).to(gl.float32) * decays, staging, first, count, HEADS, DK)
-    decays = exact_decays(highs, lows, True, DK, DL)
-    thread_barrier()
-    store_wide(keys_ptr, k.load(DL).to(gl.float32) * decays, staging, first, count, HEADS, DK)
-    store_wide(reading_ptr, q.load(DL).to(gl.float32) * decays, lows, first, count, HEADS, DK)
-
-
 # What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
 @gluon.jit(do_not_specialize=["num_rows"])
 def solve_few_channels(
@@ -244,15 +228,9 @@ def solve_few_channels(
                 scores += read
             else:
                 products, scores = add_levels(products, scores, q, k, highs, tiles, count, DK, TL, DL)
-            thread_barrier()
-            a = products * beta.to(gl.float32)[:, None]
-            rows = highs._reinterpret(gl.float16, [_GRID, _GRID], TILE)
-            rows.store(a.to(gl.float16))
-            fence_async_shared()
-            thread_barrier()
-            store_rows(scores_ptr, scores.to(DTYPE), first, count, head, HEADS)
-            inverse = unit_lower_inverse(a, rows, tiles._reinterpret(gl.float16, [2, _GRID, _GRID], TILE), count, TL)
-            store_rows(inverses_ptr, inverse.to(DTYPE), first, count, head, HEADS)
+            store_pairs(
+                inverses_ptr, scores_ptr, products, scores, beta, highs, tiles, first, count, head, HEADS, DTYPE, TL
+            )
         # Used to the end, so that the compiler gives its place to nothing else. Sums of `unstacked` lay over it, and an
         # H200 now and then returned another number for the one pair whose sum lay there (8 blocks, 32 heads).
         mbarrier.invalidate(full.index(0))
