@@ -10,6 +10,7 @@ import triton
 
 from tests.examples import THOROUGH
 from tests.kernels import assembled_cache
+from tests.kernels.barrier_places import values_over_barriers
 from tests.kernels.loads_in_flight import BY_LINE, overtaken
 from tests.kernels.machine_code import disassembled, overwritten_operands, unwritten_registers
 
@@ -118,6 +119,9 @@ def _assembled(source: Any, target: Any, options: dict[str, object]) -> Assemble
     remarks = said.getvalue()
     assert "ptxas info" in remarks, "taken from a cache, or the assembler's log was not printed"
     ptx = str(compiled.asm["ptx"])
+    if "mbarrier.init" in ptx and "warp_specialize" not in (ttgir := str(compiled.asm["ttgir"])):
+        wrong = values_over_barriers(ttgir)
+        assert not wrong, f"values lie over a barrier, see barrier_places: {wrong}"
     has_copies = "cp.async.bulk.tensor" in ptx
     # Only operands' addresses of wgmma were built from such registers so far, and disassembling takes 0.2 s a kernel.
     if has_copies or "wgmma" in ptx or THOROUGH:
