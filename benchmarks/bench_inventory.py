@@ -32,7 +32,7 @@ from session.words import GroupKind, GroupPages, GroupSpec, Match, MissReason, N
 from tests.core import audit
 from worker_service.core.inventory import Inventory, Written
 from worker_service.core.inventory_recorder import Recorder
-from worker_service.core.limits import MessageRoom
+from worker_service.core.limits import MessageBudget
 from worker_service.core.restoration import Restoration
 from worker_service.core.sampling_params import SamplingParams
 from worker_service.core.sequence import QueueOrder, Request, Sequence
@@ -162,7 +162,7 @@ def restore(inventory: Inventory, prompts: list[array[int]], num_pages: int) -> 
     while restoration.is_pending:
         started = time.thread_time()
         found = restoration.take(
-            MessageRoom(limits.max_step_items, limits.max_message_bytes // 2), limits.max_adopt_pages
+            MessageBudget(limits.max_step_items, limits.max_message_bytes // 2), limits.max_adopt_pages
         )
         raw = encode_step(Step(len(steps) + 1, inventory=found)).step.SerializeToString()
         building_s += time.thread_time() - started

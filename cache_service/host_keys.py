@@ -240,6 +240,7 @@ class RedisHostKeys:
             self._refused.add(scan, self._clock())
         except Exception:
             log.exception("host keys: a scan failed; rows that it has not added are not counted")
+            self._refused.failed(scan)
         self._manager.tiers.end_scan(*scan)
 
     async def _find_rows(self, scan: Scan) -> list[bytes]:

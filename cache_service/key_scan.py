@@ -22,40 +22,52 @@ class Scan(NamedTuple):
     fingerprint: bytes
 
 
+class _Pause(NamedTuple):
+    end_ms: int = 0
+    length_ms: int = 0
+
+
 class RefusedScans:
-    """Scans that Redis refused, and when they are made again: after pauses that double, and that all have in common,
-    since it is a user's rights that lack."""
+    """Scans that Redis refused, and when each is made again: after pauses that double.
+
+    One that is allowed makes all others due, since they lacked the same right. Each has a pause of its own: where one
+    is refused for ever, the others are tried all the same.
+    """
 
     def __init__(self, first_pause_ms: int) -> None:
-        self._first_pause_ms = self._pause_ms = first_pause_ms
-        self._scans: set[Scan] = set()
-        self._again_ms = 0
+        self._first_pause_ms = first_pause_ms
+        self._pauses: dict[Scan, _Pause] = {}
+        self._is_told = True  # whether the log says how the last one went: False once one was refused
 
     def is_due(self, scan: Scan, now_ms: int) -> bool:
         """Returns whether it was refused and is to be made now."""
-        return scan in self._scans and now_ms >= self._again_ms
+        return scan in self._pauses and now_ms >= self._pauses[scan].end_ms
 
     def add(self, scan: Scan, now_ms: int) -> None:
         """Notes that it was refused now."""
-        self._scans.add(scan)
-        self._again_ms = now_ms + self._pause_ms
-        self._pause_ms = min(2 * self._pause_ms, MOST_PAUSE_MS)
+        before = self._pauses.get(scan, _Pause())
+        length_ms = min(2 * before.length_ms, MOST_PAUSE_MS) or self._first_pause_ms
+        self._pauses[scan] = _Pause(now_ms + length_ms, length_ms)
+        self._is_told = False
 
     def __len__(self) -> int:
-        return len(self._scans)
+        return len(self._pauses)
 
     def allowed(self, scan: Scan) -> bool:
-        """Notes that it was made. Returns whether it is the first of those that were refused: the others are due."""
-        if scan not in self._scans:
+        """Notes that it was made. Returns whether it is the first one since some were refused."""
+        if self._pauses.pop(scan, None) is None:
             return False  # it may have had nothing to ask what is refused
-        self._scans.discard(scan)
-        is_first = self._pause_ms != self._first_pause_ms
-        self._pause_ms, self._again_ms = self._first_pause_ms, 0
+        self._pauses = dict.fromkeys(self._pauses, _Pause())
+        is_first, self._is_told = not self._is_told, True
         return is_first
+
+    def failed(self, scan: Scan) -> None:
+        """Notes that it failed by a fault of ours: it is not made again."""
+        self._pauses.pop(scan, None)
 
     def lost(self, host_tier_id: str) -> None:
         """Forgets those of a store that is lost."""
-        self._scans = {scan for scan in self._scans if scan.host_tier_id != host_tier_id}
+        self._pauses = {scan: pause for scan, pause in self._pauses.items() if scan.host_tier_id != host_tier_id}
 
 
 async def find_keys(client: Any, prefix: bytes, pause_s: float) -> AsyncIterator[list[bytes]]:

@@ -147,7 +147,6 @@ class TierClient:
             try:
                 values.append(as_bytes(one, page_bytes))
             except TypeError as error:
-                about = f"payload of group {group} {error}"
-                self._mistakes.tell(f"payload: of page {page} of group {group} {error}; not saved", about)
+                self._mistakes.tell(f"payload: of page {page} of group {group} {error}; not saved")
                 return []
         return values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
@@ -28,16 +29,15 @@ class Unsendable(ValueError):
 
 
 class Mistakes:
-    """Logs each mistake of the engine once: what it does wrong, it does in each of its calls. Any number of threads may
-    tell one."""
+    """Logs each mistake of the engine once: what it does wrong, it does in each of its calls, with other numbers. Any
+    number of threads may tell one."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
         self._told: set[str] = set()
 
-    def tell(self, text: str, mistake: str = "") -> None:
-        """`mistake`: what of the text says which one it is, where that is not all of it."""
-        mistake = mistake or text
+    def tell(self, text: str) -> None:
+        mistake = re.sub(r"-?\d+", "0", text)
         if mistake in self._told:
             return
         if len(self._told) >= MAX_TOLD:

@@ -1,4 +1,4 @@
-"""A worker's engine as its RPCs and its bootstrap see it: requests go in, generations come out; drain and stop.
+"""A worker's engine as its RPCs and its bootstrap see it: submit a request and read its output; drain and stop.
 
 What happens in between is the loop's, in engine_loop.py.
 """
@@ -21,9 +21,9 @@ from worker_service.core.scheduler import Scheduler
 from worker_service.core.sequence import Request
 from worker_service.delivery import Delivery
 from worker_service.engine_loop import EngineLoop
-from worker_service.generation import Detokenizer, Generation
 from worker_service.launch.launcher import Launcher
 from worker_service.observer import Observer
+from worker_service.output_stream import Detokenizer, OutputStream
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class DrainResult(NamedTuple):
 
 
 class Engine:
-    """Runs generations until it is stopped."""
+    """Runs requests until it is stopped."""
 
     def __init__(
         self,
@@ -74,27 +74,27 @@ class Engine:
         """Returns how many requests' callers still wait for something."""
         return self._delivery.num_unfinished
 
-    def require_room(self) -> None:
+    def require_capacity(self) -> None:
         """Raises Draining or QueueFull when no request at all would be taken now."""
         if self.draining.is_set():
             raise Draining("this worker takes no new requests")
-        self.scheduler.require_room()
+        self.scheduler.require_capacity()
 
-    def submit(self, request: EngineRequest, detokenizer: Detokenizer) -> Generation:
-        """Queues a request and returns its Generation. Raises QueueFull, Draining, InvalidField."""
-        self.require_room()
+    def submit(self, request: EngineRequest, detokenizer: Detokenizer) -> OutputStream:
+        """Queues a request and returns its OutputStream. Raises QueueFull, Draining, InvalidField."""
+        self.require_capacity()
         sequence_id = SequenceId(next(self._numbers))
         now_s = time.monotonic()
         wanted = (request.namespace, request.prompt, request.sampling, request.priority)
         self.scheduler.add(Request(sequence_id, *wanted, request.bypass_cache))
-        generation = Generation(sequence_id, detokenizer, request.sampling, now_s)
-        self._delivery.add(generation)
+        stream = OutputStream(sequence_id, detokenizer, request.sampling, now_s)
+        self._delivery.add(stream)
         self._loop.news()
-        return generation
+        return stream
 
-    def abort(self, generation: Generation) -> None:
+    def abort(self, stream: OutputStream) -> None:
         """Frees everything that an unfinished request holds; does nothing for a finished one."""
-        if self._delivery.abort(generation):
+        if self._delivery.abort(stream):
             self._loop.news()
 
     async def drain(self, timeout_s: float) -> DrainResult:

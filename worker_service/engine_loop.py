@@ -5,7 +5,7 @@
 
 The scheduler decides what runs, the launcher runs it, transfers move pages, the delivery streams tokens. Each pass of
 the loop takes what has come (a reply, an ended launch, a Welcome), and starts what can be started; it waits for nothing
-but news. A cache service that is slow or away stops nothing that has room; what lacks pages takes them by itself
+but news. A cache service that is slow or away stops no row that has pages; rows that lack them take them by themselves
 (outage.py). One event loop owns all of this, so nothing here needs a lock.
 """
 
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 
 from session.messages import Ack
-from worker_service.core.errors import SessionLost
+from worker_service.core.errors import DeviceLost, SessionLost
 from worker_service.core.ports import CachePort, Mover
 from worker_service.core.reply_handler import Applied
 from worker_service.core.scheduler import Scheduler
@@ -190,14 +190,15 @@ class EngineLoop:
         if ended is None:
             return None
         self._meter.ended(ended)
-        if ended.results is None:
-            raise ended.lost or AssertionError("a launch ends with results or with the loss of the device")
-        self._delivery.fail_rows(ended)
-        accepted = [(token_id,) for token_id in ended.results.token_ids]
-        outputs = self._scheduler.complete(ended.launch, accepted, ended.results.errors)
+        launch, results = ended.launch, ended.outcome
+        if isinstance(results, DeviceLost):
+            raise results
+        self._delivery.fail_rows(launch, results)
+        accepted = [(token_id,) for token_id in results.token_ids]
+        outputs = self._scheduler.complete(launch, accepted, results.errors)
         self._meter.goes_on(self._scheduler.has_running)
         self._has_news = True
-        return NewTokens(ended, outputs)
+        return NewTokens(launch, results, ended.end_s, outputs)
 
     def _start_launch(self) -> bool:
         may_start = not (self._stopping.is_set() or self._scheduler.num_adopting or self._session.is_welcomed)

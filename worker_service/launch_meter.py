@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from worker_service.core.errors import DeviceLost
 from worker_service.core.scheduler import Scheduler
 from worker_service.launch.launcher import EndedLaunch
 from worker_service.observer import Observer
@@ -25,7 +26,7 @@ class LaunchMeter:
         """Notes a launch before the scheduler has its results."""
         batch = ended.launch.batch
         self._trace.note(Span("launch", ended.launch.number, ended.start_s, ended.end_s, batch.num_tokens))
-        error = ended.lost or (ended.results.first_error if ended.results is not None else None)
+        error = ended.outcome if isinstance(ended.outcome, DeviceLost) else ended.outcome.first_error
         if error is not None:
             self._note_failure(ended, error)
             return
@@ -38,9 +39,10 @@ class LaunchMeter:
         self._goes_on = has_running
 
     def _note_failure(self, ended: EndedLaunch, error: Exception) -> None:
-        failed = ended.results.errors if ended.results is not None else range(ended.launch.batch.num_seqs)
+        num_seqs = ended.launch.batch.num_seqs
+        failed = range(num_seqs) if isinstance(ended.outcome, DeviceLost) else ended.outcome.errors
         if failed and not any(self._scheduler.usage(ended.launch.rows[row].sequence_id) for row in failed):
             return  # it was queued before the launch ahead of it failed, and only had rows of the same requests
         self._observer.launch_failed()
         what = "launch %d raised; %d of its %d rows failed"
-        _log.error(what, ended.launch.number, len(failed), ended.launch.batch.num_seqs, exc_info=error)
+        _log.error(what, ended.launch.number, len(failed), num_seqs, exc_info=error)

@@ -84,7 +84,7 @@ class Outages:
         Returns whether something changed."""
         if self._scheduler.is_detached:
             return self._take_pages()
-        if self._silent_s() < self.patience.seconds() or not self._scheduler.lacks_room():
+        if self._silent_s() < self.patience.seconds() or not self._scheduler.has_stalled_rows():
             return False
         _log.warning("the cache service has been silent for %.3g s: streams take pages by themselves", self._silent_s())
         self.patience.lost()

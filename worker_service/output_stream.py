@@ -1,4 +1,4 @@
-"""One request as its caller sees it: pieces of the generated text, until the last or an error.
+"""The output of one request as its caller reads it: pieces of text and tokens, until the last or an error.
 
 The engine writes, one reader reads; what was not read yet is merged, so a slow reader gets longer pieces, never more.
 """
@@ -34,8 +34,8 @@ class Piece:
     timing: Timing | None = None
 
 
-class Generation:
-    """Tokens go in, pieces come out."""
+class OutputStream:
+    """One request's output: the engine pushes tokens, the caller reads pieces."""
 
     def __init__(
         self, sequence_id: SequenceId, detokenizer: Detokenizer, sampling: SamplingParams, now_s: float

@@ -1,7 +1,7 @@
 """The worker's session with the cache service: when to say Hello again, and what a Welcome changes.
 
-Connecting is a task of its own. Launches of what has room go on meanwhile: their pages are nobody else's until a step
-is answered. Only while a Welcome is followed none is in flight. cache_client.py sends the Hello and repeats it;
+Connecting is a task of its own. Launches of rows that have pages go on meanwhile: these pages are nobody else's until a
+step is answered. Only while a Welcome is followed none is in flight. cache_client.py sends the Hello and repeats it;
 what becomes of live sequences is decided in core/readmission.py.
 """
 

@@ -1,6 +1,6 @@
 """Ends a text at a stop string, and holds back what may turn out to be the start of one.
 
-Takes text of whole characters: model/tokenizer.py makes it of tokens, and generation.py joins the two.
+Takes text of whole characters: model/tokenizer.py makes it of tokens, and output_stream.py joins the two.
 """
 
 from __future__ import annotations

@@ -41,7 +41,8 @@ def place_few(
     experts = tl.arange(0, BLOCK_E)
     pair = tl.arange(0, PAIRS)
     ids = tl.load(ids_ptr + pair, mask=pair < num_pairs, other=-1)
-    # The last expert's pairs need no count of their own here: nobody comes behind them.
+    # Of experts before this one. The last expert is before none, so it may lie beyond the block: its own pairs are
+    # counted below.
     counts = tl.histogram(ids, BLOCK_E, mask=(ids >= 0) & (ids < E) & (ids < BLOCK_E))
     tiles = (counts + tile_rows - 1) // tile_rows
     start = tl.sum(tl.where(experts < expert, counts, 0), 0)
@@ -76,7 +77,7 @@ def launch(expert_ids: torch.Tensor, plan: ExpertPlan) -> None:
             plan.num_pairs,
             plan.tile_rows,
             E=num_experts,
-            # A fused shared expert is one more than a power of two.
+            # Without the last expert: with a fused shared one there are often one more than a power of two.
             BLOCK_E=max(16, triton.next_power_of_2(num_experts - 1)),
             PAIRS=pairs,
             TILES=TILES,

@@ -1,4 +1,4 @@
-"""Some of the experts of a weight, as views."""
+"""Some of the experts of a weight: views, but for one that is dequantised."""
 
 import torch
 

@@ -11,6 +11,7 @@ import pytest
 from redis import Redis
 from redis.exceptions import ConnectionError as LostConnection
 
+from cache_service import host_keys as host_keys_module
 from cache_service.core.base.manager_config import ManagerConfig
 from cache_service.core.cache_manager import CacheManager
 from cache_service.core.host.host_key import scan_prefix
@@ -99,16 +100,58 @@ def test_pauses_between_refused_scans_double_up_to_a_minute() -> None:
     now_ms, pauses = 0, []
     assert not refused.is_due(one, now_ms), "it was never refused"
     refused.add(two, now_ms)
-    for _ in range(10):
+    for _ in range(9):
         refused.add(one, now_ms)
         began_ms = now_ms
         while not refused.is_due(one, now_ms):
             now_ms += 1_000
         assert refused.is_due(two, now_ms)
         pauses.append((now_ms - began_ms) // 1_000)
-    assert pauses == [2, 4, 8, 16, 32, 60, 60, 60, 60, 60]
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
     assert refused.allowed(one) and refused.is_due(two, now_ms) and not refused.is_due(one, now_ms)
-    assert not refused.allowed(two) and not refused, "told once"
+    refused.add(two, now_ms)
+    assert not refused.is_due(two, now_ms + 999) and refused.is_due(two, now_ms + 1_000), "from the first pause on"
+    assert refused.allowed(two) and not refused
+    refused.add(one, now_ms)
+    refused.add(two, now_ms)
+    assert refused.allowed(one) and not refused.allowed(two), "told once"
+
+
+async def test_a_scan_that_is_refused_for_ever_holds_up_no_other(server: RedisProcess, redis: Redis) -> None:
+    """Rights by a key's beginning: the user may ask for one fingerprint's keys alone."""
+    other = bytes(32)
+    for fingerprint in (FINGERPRINT, other):
+        redis.set(key(1, fingerprint), "v", px=50_000)
+    rows = Rows(TIER, ("tier-1", other))
+    config = replace(CONFIG, refused_pause_s=0.05)
+    keys = RedisHostKeys(open_client(as_service(server, redis, "-pttl"), 0.3), rows, config)
+    keys.start()
+    await until(lambda: len(rows.scanned) == 2)
+    patterns = [b"~*clearing*", b"~" + SENTINEL_KEY, b"~" + scan_prefix(other) + b"*"]
+    redis.execute_command("ACL", "SETUSER", "service", "resetkeys", "+@all", *patterns)
+    await until(lambda: rows.adopted)
+    await some_looks()
+    await keys.close()
+    assert rows.adopted == {("tier-1", other): [key(1, other)]}
+
+
+async def test_a_refused_scan_that_then_meets_a_fault_is_not_made_again(
+    server: RedisProcess, redis: Redis, rows: Rows, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise AssertionError("a fault of ours")
+
+    redis.set(key(1), "v")
+    config = replace(CONFIG, refused_pause_s=0.05)
+    keys = RedisHostKeys(open_client(as_service(server, redis, "-pttl"), 0.3), rows, config)
+    keys.start()
+    await until(lambda: rows.scanned == {TIER})
+    monkeypatch.setattr(host_keys_module, "with_ends_ms", broken)
+    as_service(server, redis)
+    await until(lambda: len(warnings(caplog)) == 2)
+    await some_looks()
+    await keys.close()
+    assert len(warnings(caplog)) == 2 and rows.adopted == {}
 
 
 @pytest.mark.parametrize("was_cleared", [False, True])

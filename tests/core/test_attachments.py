@@ -10,7 +10,7 @@ from cache_service.core.attachments.messages import Commit, GroupRange, LeaseEnd
 from cache_service.core.base.errors import Detached, LeasesInScope
 from cache_service.core.host.host_tiers import MAX_UNUSED_TIERS
 from session.messages import Hello
-from session.words import GroupKind, GroupSpec, HostTierKind, MissReason, Namespace, WorkerId
+from session.words import HASH_BYTES, GroupKind, GroupSpec, HostTierKind, MissReason, Namespace, WorkerId
 from tests.core.at_once import clear_at_once
 from tests.core.attached import (
     CORRUPT,
@@ -191,6 +191,26 @@ def test_leases_and_tickets_expire() -> None:
     assert engine.lookup(path("ab")).usable_pages == 0
     stats = stage.manager.stats().attachments
     assert (stats.num_expired_leases, stats.num_expired_tickets, stats.num_tickets) == (1, 1, 0)
+
+
+def test_a_ticket_that_is_withdrawn_keeps_no_key_of_before() -> None:
+    """A delete that was taken while a page was to be written anew is left to its writer. There was none."""
+    stage = Stage()
+    engine, index = stage.engine(FULL, STATE), stage.manager.tiers.shared[TIER]
+    ranges = GroupRange(0, 0, 4), GroupRange(1, 2, 2)
+    engine.write(engine.reserve(PROMPT, *ranges))
+    for key in index.all_keys():
+        index.forget(key[:-HASH_BYTES], key[-HASH_BYTES:], MissReason.EVICTED)
+    reserved = engine.reserve(PROMPT, GroupRange(0, 1, 3))
+    assert stage.store == set(engine.names(reserved.pages, 0)), "those of the ticket are passed over"
+    stage.manager.attachments.withdraw(engine.attachment(), reserved.ticket)
+    again = engine.reserve(PROMPT, GroupRange(0, 3, 1))
+    assert stage.store == set(engine.names(again.pages, 0))
+    engine.write(again)
+    stage.manager.attachments.withdraw(engine.attachment(), again.ticket)
+    stage.settle()
+    assert stage.store == set(engine.names(again.pages, 0)), "it was written, and has ended"
+    assert stage.manager.stats().attachments.given_up_pages == 3
 
 
 def test_keys_of_an_expired_ticket_are_deleted() -> None:

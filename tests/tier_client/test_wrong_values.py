@@ -179,6 +179,16 @@ def test_ranges_that_are_none(shared: Stage, caplog: pytest.LogCaptureFixture, f
     assert f"not asked: {field}" in text
 
 
+def test_a_mistake_with_other_numbers_is_told_once(shared: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    client = shared.client()
+    for number in range(1, 5):
+        assert client.fetch(PROMPT, -number) == Loaded(-number, {})
+        ranges = [PageRange(0, 0, 2)] * number + [PageRange(0, -number, 2)]
+        assert client.save(PROMPT, ranges, payload) == 0
+        assert client.save(PROMPT, all_pages(6), lambda _, page, most=number: bytes(most + page)) == 0
+    assert len(told(caplog)) == 3
+
+
 def test_empty_and_negative_ranges_ask_for_nothing_and_count_nothing(shared: Stage) -> None:
     client = shared.client()
     ranges = [PageRange(0, 0, 6), PageRange(0, 5, 2), PageRange(0, 3, 3)]

@@ -131,5 +131,5 @@ class AuditedManager:
         assert WORKER not in self.manager.workers
 
     def refuse_acquires_and_replans(self) -> None:
-        """From now on, for want of room, while another sequence holds a lease; extends are granted."""
+        """From now on, for want of pages, while another sequence holds a lease; extends are granted."""
         self.cache.config = replace(self.cache.config, max_lease_bytes=1)

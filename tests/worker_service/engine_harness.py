@@ -24,9 +24,9 @@ from worker_service.core.sampling_params import SamplingParams
 from worker_service.core.scheduler import Scheduler
 from worker_service.core.scheduler_config import SchedulerConfig
 from worker_service.engine import Engine, EngineRequest
-from worker_service.generation import Generation, Piece
 from worker_service.launch.launcher import Launcher
 from worker_service.observer import Observer
+from worker_service.output_stream import OutputStream, Piece
 
 PAGE = 4
 VOCAB = 26
@@ -197,7 +197,7 @@ class EngineHarness:
     mover: ToyMover
     task: asyncio.Task[None]
 
-    def ask(self, prompt: Sequence[int], max_tokens: int = 8, **params: object) -> Generation:
+    def ask(self, prompt: Sequence[int], max_tokens: int = 8, **params: object) -> OutputStream:
         sampling = SamplingParams(max_tokens=max_tokens, **params)  # type: ignore[arg-type]
         return self.engine.submit(EngineRequest(NAMESPACE, array("i", prompt).tobytes(), sampling), Letters())
 
@@ -208,12 +208,12 @@ class EngineHarness:
                 await asyncio.sleep(0.001)
 
 
-async def collect(generation: Generation) -> Piece:
+async def collect(stream: OutputStream) -> Piece:
     """All pieces as one."""
     whole = Piece()
     async with asyncio.timeout(20):
         while whole.finish_reason is None:
-            piece = await generation.next_piece()
+            piece = await stream.next_piece()
             whole.token_ids += piece.token_ids
             whole.text += piece.text
             whole.logprobs += piece.logprobs

@@ -30,7 +30,7 @@ def machine(num_pages: int, **changes: object) -> Machine:
 
 
 def tokens_without_replies(driven: Machine) -> list[int]:
-    """How many tokens each request gets from launches alone, until none has room."""
+    """How many tokens each request gets from launches alone, until none has pages."""
     before = {name: len(client.tokens) for name, client in driven.clients.items()}
     while driven.start() or driven.end_launch():
         pass

@@ -14,10 +14,10 @@ from worker_service.core.scheduler import Scheduler
 from worker_service.core.scheduler_config import SchedulerConfig
 from worker_service.core.sequence import Request
 from worker_service.delivery import MESSAGES_PER_S, UNPACED_STREAMS, Delivery
-from worker_service.generation import Generation
-from worker_service.launch.launcher import EndedLaunch, NewTokens
+from worker_service.launch.launcher import NewTokens
 from worker_service.launch.row_faults import RowResults
 from worker_service.observer import Observer
+from worker_service.output_stream import OutputStream
 
 GROUPS = (full_group(64),)
 
@@ -28,29 +28,28 @@ class Readers:
     def __init__(self, count: int, stop: tuple[str, ...] = ()) -> None:
         scheduler = Scheduler(SchedulerConfig(4, GROUPS, max_model_len=100, vocab_size=26))
         self.delivery = Delivery(scheduler, Observer())
-        self.generations = []
+        self.streams = []
         for number in range(1, count + 1):
             sampling = SamplingParams(max_tokens=90, stop=stop)
             scheduler.add(Request(SequenceId(number), Namespace("m"), packed([1]), sampling))
-            self.generations.append(Generation(SequenceId(number), Letters(), sampling, 0.0))
-            self.delivery.add(self.generations[-1])
+            self.streams.append(OutputStream(SequenceId(number), Letters(), sampling, 0.0))
+            self.delivery.add(self.streams[-1])
 
     def launch(self, now_s: float, token: int = 0, numbers: Sequence[int] = ()) -> bool:
         """A token for each of these streams, or for all."""
-        ids = numbers or range(1, len(self.generations) + 1)
+        ids = numbers or range(1, len(self.streams) + 1)
         outputs = tuple(Output(SequenceId(number), (token,)) for number in ids)
         batch = build_batch([], 0, GROUPS, 4)
         results = RowResults((), (), {}, None)
-        ended = EndedLaunch(Launch(1, (), batch), results, None, 0.0, now_s)
-        return self.delivery.deliver(Given(ended, outputs))
+        return self.delivery.deliver(Given(Launch(1, (), batch), results, now_s, outputs))
 
     def shown(self) -> int:
         """How many readers have something to read; they do not read it."""
-        return sum(generation._news.is_set() for generation in self.generations)
+        return sum(stream._news.is_set() for stream in self.streams)
 
     def read(self) -> None:
-        for generation in self.generations:
-            generation._news.clear()
+        for stream in self.streams:
+            stream._news.clear()
 
 
 class Given(NewTokens):
@@ -101,7 +100,7 @@ async def test_tokens_that_were_merged_are_one_piece_with_all_their_text() -> No
     readers = Readers(UNPACED_STREAMS + 100)
     for token in range(3):
         readers.launch(1.0, token)
-    piece = await readers.generations[0].next_piece()
+    piece = await readers.streams[0].next_piece()
     assert (piece.token_ids, piece.text) == ([0, 1, 2], "abc")
 
 
@@ -111,4 +110,4 @@ def test_a_stop_string_ends_its_stream_though_nothing_is_shown_yet() -> None:
     assert not readers.launch(1.0, token=1, numbers=[7])
     assert readers.launch(1.0, token=1, numbers=[7])
     assert readers.delivery.num_unfinished == UNPACED_STREAMS + 99
-    assert readers.generations[6].is_finished
+    assert readers.streams[6].is_finished

@@ -131,10 +131,10 @@ async def test_a_lost_device_ends_the_engine_and_every_request() -> None:
             raise DeviceLost("unspecified launch failure")
 
         harness.runner.fail_when = lose
-        generations = [harness.ask(prompt_of(seed, 30)) for seed in range(3)]
-        for generation in generations:
+        streams = [harness.ask(prompt_of(seed, 30)) for seed in range(3)]
+        for stream in streams:
             with pytest.raises(WorkerStopped):
-                await collect(generation)
+                await collect(stream)
         with pytest.raises(DeviceLost):
             await harness.task
         assert isinstance(harness.engine.fault, DeviceLost)
@@ -164,9 +164,9 @@ async def test_a_row_that_cannot_be_computed_fails_alone_and_the_others_get_thei
 async def test_a_launch_that_never_returns_stops_the_worker() -> None:
     async with running_engine(launch_timeout_s=0.2) as harness:
         harness.runner.gate = threading.Event()
-        generation = harness.ask(prompt_of(1, 9))
+        stream = harness.ask(prompt_of(1, 9))
         with pytest.raises(WorkerStopped):
-            await collect(generation)
+            await collect(stream)
         async with asyncio.timeout(10):
             with pytest.raises(DeviceLost, match="did not return"):
                 await harness.task
@@ -175,12 +175,12 @@ async def test_a_launch_that_never_returns_stops_the_worker() -> None:
 @pytest.mark.parametrize("num_tokens", [0, 1, 3])
 async def test_an_abort_frees_everything_at_every_stage(num_tokens: int) -> None:
     async with running_engine() as harness:
-        generation = harness.ask(prompt_of(7, 30), 100)
+        stream = harness.ask(prompt_of(7, 30), 100)
         seen = 0
         while seen < num_tokens:
-            seen += len((await generation.next_piece()).token_ids)
-        harness.engine.abort(generation)
-        harness.engine.abort(generation)
+            seen += len((await stream.next_piece()).token_ids)
+        harness.engine.abort(stream)
+        harness.engine.abort(stream)
         await harness.settled()
         assert not harness.engine.num_unfinished
         after = await collect(harness.ask(prompt_of(7, 30), 4))
@@ -190,9 +190,9 @@ async def test_an_abort_frees_everything_at_every_stage(num_tokens: int) -> None
 async def test_an_abort_while_the_launch_runs_drops_its_tokens() -> None:
     async with running_engine() as harness:
         harness.runner.gate = threading.Event()
-        generation = harness.ask(prompt_of(8, 9), 4)
+        stream = harness.ask(prompt_of(8, 9), 4)
         await asyncio.to_thread(harness.runner.entered.wait, 20)
-        harness.engine.abort(generation)
+        harness.engine.abort(stream)
         harness.runner.gate.set()
         await harness.settled()
 
@@ -238,8 +238,8 @@ async def test_bad_or_too_many_requests_are_refused_at_once() -> None:
         with pytest.raises(QueueFull):
             harness.ask([1, 2, 3])
         harness.cache.is_up.set()
-        for generation in waiting:
-            assert (await collect(generation)).token_ids == reference([1, 2, 3], 8)
+        for stream in waiting:
+            assert (await collect(stream)).token_ids == reference([1, 2, 3], 8)
 
 
 async def test_tight_pools_preempt_and_everybody_finishes() -> None:
@@ -276,11 +276,11 @@ async def test_a_fetch_that_fails_at_once_is_recomputed_or_forgotten(is_aborted:
         harness.runner.entered.clear()
         other = asyncio.create_task(collect(harness.ask(prompt_of(18, 9), 100)))
         await asyncio.to_thread(harness.runner.entered.wait, 20)
-        generation = harness.ask(prompt)
+        stream = harness.ask(prompt)
         if is_aborted:
-            harness.cache.on_step = lambda step: harness.engine.abort(generation) if step.acquires else None
+            harness.cache.on_step = lambda step: harness.engine.abort(stream) if step.acquires else None
         else:
-            piece = await collect(generation)
+            piece = await collect(stream)
             assert piece.token_ids == reference(prompt, 8)
         assert (await other).token_ids == reference(prompt_of(18, 9), 100)
         await harness.settled()
@@ -303,20 +303,20 @@ async def test_drain_waits_for_running_requests_and_takes_no_new_ones() -> None:
 async def test_drain_aborts_what_is_left_after_its_time() -> None:
     async with running_engine() as harness:
         harness.runner.gate = threading.Event()
-        generation = harness.ask(prompt_of(14, 9), 20)
+        stream = harness.ask(prompt_of(14, 9), 20)
         await asyncio.to_thread(harness.runner.entered.wait, 20)
         assert await harness.engine.drain(0) == (0, 1)
         with pytest.raises(Draining):
-            await collect(generation)
+            await collect(stream)
         harness.runner.gate.set()
         await harness.settled()
 
 
 async def test_the_end_releases_what_is_held_and_says_goodbye() -> None:
     async with running_engine() as harness:
-        generation = harness.ask(prompt_of(15, 9), 100)
-        await generation.next_piece()
-        harness.engine.abort(generation)
+        stream = harness.ask(prompt_of(15, 9), 100)
+        await stream.next_piece()
+        harness.engine.abort(stream)
         harness.engine.stop()
         await harness.task
         assert harness.cache.said_goodbye
@@ -325,9 +325,9 @@ async def test_the_end_releases_what_is_held_and_says_goodbye() -> None:
 
 async def test_a_slow_reader_gets_longer_pieces_not_more() -> None:
     async with running_engine() as harness:
-        generation = harness.ask(prompt_of(16, 9), 12)
+        stream = harness.ask(prompt_of(16, 9), 12)
         await harness.settled()
-        piece = await generation.next_piece()
+        piece = await stream.next_piece()
         assert piece.token_ids == reference(prompt_of(16, 9), 12)
         assert piece.finish_reason is FinishReason.LENGTH
 
@@ -335,15 +335,15 @@ async def test_a_slow_reader_gets_longer_pieces_not_more() -> None:
 async def test_sequence_ids_are_never_used_again() -> None:
     """The lease of an aborted request may still be open when the next one comes."""
     async with running_engine() as harness:
-        generations = [harness.ask([seed]) for seed in range(4)]
-        for generation in generations:
-            harness.engine.abort(generation)
-        generations += [harness.ask([seed]) for seed in range(4)]
-        assert len({generation.sequence_id for generation in generations}) == 8
+        streams = [harness.ask([seed]) for seed in range(4)]
+        for stream in streams:
+            harness.engine.abort(stream)
+        streams += [harness.ask([seed]) for seed in range(4)]
+        assert len({stream.sequence_id for stream in streams}) == 8
 
 
 @pytest.mark.parametrize("ahead", [0, 24])
-async def test_streams_that_have_room_go_on_while_no_step_is_answered(ahead: int) -> None:
+async def test_streams_that_have_pages_go_on_while_no_step_is_answered(ahead: int) -> None:
     async with running_engine(decode_ahead_tokens=ahead) as harness:
         answer_steps, step = asyncio.Event(), harness.cache.step
         answer_steps.set()
@@ -353,8 +353,8 @@ async def test_streams_that_have_room_go_on_while_no_step_is_answered(ahead: int
             return await step(message)
 
         harness.cache.step = hang  # type: ignore[method-assign]
-        generation = harness.ask(prompt_of(13, 9), 60)
-        seen = len((await generation.next_piece()).token_ids)
+        stream = harness.ask(prompt_of(13, 9), 60)
+        seen = len((await stream.next_piece()).token_ids)
         gate = harness.runner.gate = threading.Event()
         await asyncio.sleep(0.02)  # what the last launches asked for is answered
         answer_steps.clear()
@@ -367,7 +367,7 @@ async def test_streams_that_have_room_go_on_while_no_step_is_answered(ahead: int
         # Without pages ahead no more than the rest of the page that was begun, and what was in flight.
         assert ahead or harness.runner.num_launches <= before + 4 + 2
         answer_steps.set()
-        rest = await collect(generation)
+        rest = await collect(stream)
         assert rest.token_ids == reference(prompt_of(13, 9), 60)[seen:]
         assert rest.usage is not None and rest.usage.generated_tokens == 60
         await harness.settled()
@@ -382,6 +382,6 @@ async def test_answers_are_the_same_with_and_without_a_launch_ahead(seed: int) -
     for ahead in (True, False):
         async with running_engine(num_pages=30, async_scheduling=ahead) as harness:
             asked = [harness.ask(prompt, length) for prompt, length in zip(prompts, lengths, strict=True)]
-            answers.append([(await collect(generation)).token_ids for generation in asked])
+            answers.append([(await collect(stream)).token_ids for stream in asked])
             await harness.settled()
     assert answers[0] == answers[1]

@@ -134,7 +134,7 @@ async def test_launches_go_on_while_hello_is_on_its_way_and_have_ended_when_the_
         while not cache.is_hung_up:
             await asyncio.sleep(0.001)
         runner.gate.set()
-        # The prompt's two pages have room for three tokens more.
+        # The prompt's two pages have slots for three tokens more.
         while runner.num_launches < 4:
             await asyncio.sleep(0.001)
         assert cache.num_hellos == 1
@@ -155,9 +155,9 @@ async def test_steps_that_end_every_session_end_the_worker_not_the_world() -> No
         asked = [harness.ask([number] * 3) for number in range(6)]
         with pytest.raises(StepsRejected, match=r"step.step_id"):
             await harness.task
-        for generation in asked:
+        for stream in asked:
             with pytest.raises((WorkerStopped, Unservable)):
-                await collect(generation)
+                await collect(stream)
         assert harness.cache.num_hellos == REJECTIONS_OF_A_STEP * MAX_BEGINNINGS
 
 
@@ -271,10 +271,10 @@ def draw_turns(seed: int) -> int:
 async def test_a_worker_that_is_stopped_while_nobody_answers_ends() -> None:
     async with running_engine() as harness:
         harness.cache.is_up.clear()
-        generation = harness.ask([1, 2, 3])
+        stream = harness.ask([1, 2, 3])
         await asyncio.sleep(0)
         result = await harness.engine.drain(0)
         harness.engine.stop()
         await asyncio.wait_for(harness.task, 20)
         assert result.num_aborted == 1
-        assert generation.is_finished
+        assert stream.is_finished

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from kernels.backend import Backend
-from kernels.grouped_linear import ExpertPlan, Fp8Experts, first_experts, last_expert, plan_experts
+from kernels.grouped_linear import MAX_EXPERTS, ExpertPlan, Fp8Experts, first_experts, last_expert, plan_experts
 from kernels.route_experts import RoutingRule, Scoring
 from tests.kernels.compare import assert_same_bits
 from tests.worker_service.cuda_device import NEEDS_CUDA, prepared_cuda
@@ -26,6 +26,8 @@ from worker_service.model.layer_weights import ExpertWeight, Linear, MoeWeights
 from worker_service.model.mixers import Step
 from worker_service.model.mlps import MOST_FUSED_TOKENS, MoeMlp
 from worker_service.model.spec import DenseSpec, MoeSpec
+from worker_service.model.take_weights import take_moe
+from worker_service.model.tensors import NamesOnly
 from worker_service.model.weights import open_weights
 
 CUDA = prepared_cuda()
@@ -93,6 +95,13 @@ def test_a_large_one_is_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     )
     _, weights = moe_weights(tmp_path)
     assert not weights.fused_shared and weights.gate_up.shape[0] == spec.num_experts
+
+
+@pytest.mark.parametrize(("num_experts", "fuses"), [(MAX_EXPERTS - 1, True), (MAX_EXPERTS, False)])
+def test_one_beyond_the_most_experts_of_a_product_is_apart(num_experts: int, fuses: bool) -> None:
+    spec = MoeSpec(num_experts, 8, RULE, shared=DenseSpec(8))
+    weights = take_moe(NamesOnly(), "model.layers.0.mlp", spec, 16)
+    assert weights.fused_shared == fuses and weights.gate_up.shape[0] == MAX_EXPERTS
 
 
 def test_one_that_is_stored_in_fp8_stays_so(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from session.messages import CachedRun
 from session.words import GroupKind, GroupSpec, Namespace
 from tests.examples import examples
 from worker_service.core.inventory import Inventory, Written
-from worker_service.core.limits import MessageRoom
+from worker_service.core.limits import MessageBudget
 from worker_service.core.restoration import LOOKS, PART, Restoration, _in_order
 
 PAGE = 2
@@ -106,7 +106,7 @@ class InventoryMachine(RuleBasedStateMachine):
         seen: set[tuple[int, int]] = set()
         is_first = True
         while restoration.is_pending:
-            found = restoration.take(MessageRoom(3, SessionLimits().max_message_bytes), size)
+            found = restoration.take(MessageBudget(3, SessionLimits().max_message_bytes), size)
             assert found is not None
             assert sum(len(ids) // 4 for run in found.runs for ids in run.page_ids) <= size  # type: ignore[union-attr]
             for run in found.runs:
@@ -151,7 +151,7 @@ def test_everything_that_was_written_and_not_granted_since_is_offered() -> None:
     inventory.record(Written(NAMESPACES[0], array("i", [0, 1, 7, 7]), [array("i", [1, 7])], 0, 1, 2))
     restoration = Restoration(inventory, GROUPS[:1])
     restoration.begin()
-    found = restoration.take(MessageRoom(9, 1 << 20), 100)
+    found = restoration.take(MessageBudget(9, 1 << 20), 100)
     assert found is not None and found.is_complete
     runs = [(run.parent_run, list(array("I", run.page_ids[0]))) for run in found.runs if isinstance(run, CachedRun)]
     assert runs == [(0, [1]), (1, [2, 3, 4, 5, 6]), (1, [7])]

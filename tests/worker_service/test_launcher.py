@@ -23,6 +23,7 @@ from worker_service.core.scheduler import Scheduler
 from worker_service.core.scheduler_config import SchedulerConfig
 from worker_service.core.sequence import Request
 from worker_service.launch.launcher import EndedLaunch, Launcher
+from worker_service.launch.row_faults import RowResults
 
 PAGE = 4
 
@@ -121,10 +122,15 @@ class Stand:
         return ended
 
     def complete(self, ended: EndedLaunch) -> dict[int, tuple[int, ...]]:
-        assert ended.results is not None
-        accepted = [(token,) for token in ended.results.token_ids]
-        outputs = self.scheduler.complete(ended.launch, accepted, ended.results.errors)
+        results = results_of(ended)
+        accepted = [(token,) for token in results.token_ids]
+        outputs = self.scheduler.complete(ended.launch, accepted, results.errors)
         return {output.sequence_id: output.token_ids for output in outputs}
+
+
+def results_of(ended: EndedLaunch) -> RowResults:
+    assert isinstance(ended.outcome, RowResults)
+    return ended.outcome
 
 
 @pytest.fixture
@@ -173,7 +179,7 @@ def test_rows_of_a_launch_that_failed_in_part_are_gone_on_with_behind_it(stand: 
     stand.start()
     stand.start()
     first = stand.take()
-    assert first.results is not None and set(first.results.errors) == {1}
+    assert set(results_of(first).errors) == {1}
     assert stand.complete(first) == {1: (12,), 3: (32,)}
     second = stand.take()
     assert stand.complete(second) == {1: (13,), 3: (33,)}
@@ -187,9 +193,9 @@ def test_a_launch_that_fails_behind_one_that_runs_is_repeated_with_the_tokens_of
     assert second.batch.from_previous
     stand.device.gate.set()
     assert stand.complete(stand.take()) == {1: (12,), 2: (22,), 3: (32,)}
-    results = stand.take()
-    assert results.results is not None and not results.results.errors and results.results.first_error is not None
-    assert stand.complete(results) == {1: (13,), 2: (23,), 3: (33,)}
+    ended = stand.take()
+    assert not results_of(ended).errors and results_of(ended).first_error is not None
+    assert stand.complete(ended) == {1: (13,), 2: (23,), 3: (33,)}
     stand.device.fail = lambda batch: False
     stand.start()
     assert stand.complete(stand.take()) == {1: (14,), 2: (24,), 3: (34,)}
@@ -218,7 +224,7 @@ def test_results_that_never_arrive_fail_every_row_of_their_launch(stand: Stand) 
     stand.start()
     stand.start()
     first, second = stand.take(), stand.take()
-    assert first.results is not None and set(first.results.errors) == {0, 1, 2}
+    assert set(results_of(first).errors) == {0, 1, 2}
     assert stand.complete(first) == {}
     assert stand.complete(second) == {}
     stand.launcher.close()
@@ -244,6 +250,6 @@ def test_a_launch_that_does_not_return_is_a_lost_device() -> None:
     stand.start()
     time.sleep(0.06)
     ended = stand.launcher.take_ended()
-    assert ended is not None and isinstance(ended.lost, DeviceLost)
+    assert ended is not None and isinstance(ended.outcome, DeviceLost)
     stand.device.gate.set()
     stand.launcher.close()

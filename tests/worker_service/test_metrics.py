@@ -48,12 +48,12 @@ async def test_a_finished_request() -> None:
 async def test_tokens_count_while_the_request_runs_and_stay_when_it_is_aborted() -> None:
     seen = Seen()
     async with running_engine(observer=seen.observer) as harness:
-        generation = harness.ask(prompt_of(2, 9), 150)
+        stream = harness.ask(prompt_of(2, 9), 150)
         num_read = 0
         while num_read < 5:
-            num_read += len((await generation.next_piece()).token_ids)
+            num_read += len((await stream.next_piece()).token_ids)
         assert seen.get("tokens_total", origin="generated") >= 5
-        harness.engine.abort(generation)
+        harness.engine.abort(stream)
         await harness.settled()
     assert seen.get("requests_total", outcome="aborted") == 1
     assert seen.get("tokens_total", origin="computed") == 9

@@ -60,10 +60,10 @@ async def test_streams_end_in_a_full_pool_without_the_cache_service(restarted: b
     async with running_engine(observer=seen, detach_after_s=0.02) as harness:
         silence = Silence(harness)
         await fill_the_pool(harness)
-        generations = [harness.ask([*PROMPT, last], NUM_TOKENS) for last in (1, 2)]
-        first = [await generation.next_piece() for generation in generations]
+        streams = [harness.ask([*PROMPT, last], NUM_TOKENS) for last in (1, 2)]
+        first = [await stream.next_piece() for stream in streams]
         silence.begin()
-        rest = [await collect(generation) for generation in generations]
+        rest = [await collect(stream) for stream in streams]
         for last, piece, more in zip((1, 2), first, rest, strict=True):
             assert piece.token_ids + more.token_ids == reference([*PROMPT, last], NUM_TOKENS)
             assert more.usage is not None and more.usage.num_preemptions == 0
@@ -81,24 +81,24 @@ async def test_streams_end_in_a_full_pool_without_the_cache_service(restarted: b
 async def test_with_zero_streams_wait_for_the_cache_service() -> None:
     async with running_engine(detach_after_s=0.0) as harness:
         silence = Silence(harness)
-        generation = harness.ask(PROMPT, NUM_TOKENS)
-        seen = (await generation.next_piece()).token_ids
+        stream = harness.ask(PROMPT, NUM_TOKENS)
+        seen = (await stream.next_piece()).token_ids
         silence.begin()
         await asyncio.sleep(0.1)
         assert harness.engine.scheduler.num_unfinished == 1 and not harness.engine.scheduler.is_detached
         silence.end()
-        assert seen + (await collect(generation)).token_ids == reference(PROMPT, NUM_TOKENS)
+        assert seen + (await collect(stream)).token_ids == reference(PROMPT, NUM_TOKENS)
 
 
-async def test_a_silent_service_is_kept_while_streams_have_room() -> None:
+async def test_a_silent_service_is_kept_while_streams_have_pages() -> None:
     seen = TakenPages()
     async with running_engine(observer=seen, detach_after_s=0.01, decode_ahead_tokens=NUM_TOKENS) as harness:
         silence = Silence(harness)
-        generation = harness.ask(PROMPT, NUM_TOKENS)
-        before = (await generation.next_piece()).token_ids
+        stream = harness.ask(PROMPT, NUM_TOKENS)
+        before = (await stream.next_piece()).token_ids
         await asyncio.sleep(0.02)
         silence.begin()
-        piece = await collect(generation)
+        piece = await collect(stream)
         assert before + piece.token_ids == reference(PROMPT, NUM_TOKENS)
         assert seen.num_pages == seen.num_lost == 0
         silence.end()
@@ -108,11 +108,11 @@ async def test_a_silent_service_is_kept_while_streams_have_room() -> None:
 async def test_a_request_that_comes_during_an_outage_is_served_after_it() -> None:
     async with running_engine(detach_after_s=0.01) as harness:
         silence = Silence(harness)
-        generation = harness.ask(PROMPT, NUM_TOKENS)
-        await generation.next_piece()
+        stream = harness.ask(PROMPT, NUM_TOKENS)
+        await stream.next_piece()
         silence.begin()
         late = asyncio.create_task(collect(harness.ask([9] * 7, 5)))
-        await collect(generation)
+        await collect(stream)
         await asyncio.sleep(0.02)
         assert not late.done()
         silence.end()
@@ -123,10 +123,10 @@ async def test_a_request_that_comes_during_an_outage_is_served_after_it() -> Non
 async def test_a_worker_stops_during_an_outage() -> None:
     async with running_engine(detach_after_s=0.01) as harness:
         silence = Silence(harness)
-        generation = harness.ask(PROMPT, 20)
-        await generation.next_piece()
+        stream = harness.ask(PROMPT, 20)
+        await stream.next_piece()
         silence.begin()
-        await collect(generation)
+        await collect(stream)
         harness.engine.stop()
         async with asyncio.timeout(10):
             await harness.task

@@ -205,7 +205,7 @@ def test_sequences_that_wait_to_be_adopted_run_on_when_the_service_goes_again() 
     driven.lose_service()
     driven.find_service()
     assert driven.scheduler.num_adopting == 2
-    assert driven.scheduler.lacks_room()
+    assert driven.scheduler.has_stalled_rows()
     driven.lose_service(step_arrived=True)
     assert not driven.scheduler.num_adopting
     go_on_alone(driven)
@@ -215,14 +215,14 @@ def test_sequences_that_wait_to_be_adopted_run_on_when_the_service_goes_again() 
     driven.check_over()
 
 
-def test_a_stream_lacks_room_once_its_pages_are_full() -> None:
+def test_a_stream_stalls_once_its_pages_are_full() -> None:
     driven = machine(groups=(full_group(40),), decode_ahead_tokens=20)
     decoding(driven, TRUNK, 60)
     driven.end_launches()
-    assert not driven.scheduler.lacks_room()
+    assert not driven.scheduler.has_stalled_rows()
     while driven.start() and driven.end_launch():
         pass
-    assert driven.scheduler.lacks_room()
+    assert driven.scheduler.has_stalled_rows()
 
 
 @pytest.mark.parametrize("layout", [full_only, two_full, with_window, window_only, with_state, with_intervals])

@@ -93,8 +93,8 @@ async def test_answers_are_the_oracles(num_pages: int, ahead: bool) -> None:
     async with running_engine(
         num_pages=num_pages, runner=runner, max_num_seqs=NUM_SLOTS, async_scheduling=ahead
     ) as harness:
-        generations = [harness.ask(prompt, 24, **params) for prompt, params in asked]
-        answers = [await collect(generation) for generation in generations]
+        streams = [harness.ask(prompt, 24, **params) for prompt, params in asked]
+        answers = [await collect(stream) for stream in streams]
         await harness.settled()
     num_penalised = sum(SamplingParams(**params).has_penalties for _, params in asked)  # type: ignore[arg-type]
     num_preemptions = 0
@@ -121,9 +121,7 @@ async def test_a_launch_that_is_run_in_parts_counts_once() -> None:
 
         runner.fail_when = fails
         params = {"frequency_penalty": 1.0, "repetition_penalty": 1.4}
-        answers = [
-            await collect(generation) for generation in [harness.ask(prompt, 20, **params) for prompt in prompts]
-        ]
+        answers = [await collect(stream) for stream in [harness.ask(prompt, 20, **params) for prompt in prompts]]
         await harness.settled()
     assert failed, "none was run in parts"
     assert [answer.token_ids for answer in answers] == [oracle(p, 20, SamplingParams(**params)) for p in prompts]  # type: ignore[arg-type]

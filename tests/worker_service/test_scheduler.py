@@ -1,4 +1,4 @@
-"""Cached prefixes, steps ahead of launches, several tokens at once, stops; on a pool with room for everything."""
+"""Cached prefixes, steps ahead of launches, several tokens at once, stops; on a pool with pages for everything."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from session.messages import Rates
 from session.words import SequenceId
-from tests.worker_service.roomy_scheduler import distinct, launches, machine
+from tests.worker_service.large_pool_scheduler import distinct, launches, machine
 from tests.worker_service.scheduler_machine import (
     NAMESPACE,
     VOCAB,
@@ -200,8 +200,8 @@ def accept(driven: Machine, tokens: list[int]) -> Launch:
 
 @pytest.mark.parametrize("page_tokens", [1, 2, 4])
 def test_accepting_more_tokens_than_a_page_holds(page_tokens: int) -> None:
-    """R14, R16, R42: the room grows to every page that is needed, and only accepted tokens with KV are published."""
-    driven = machine(page_tokens=page_tokens, decode_lookahead=4)
+    """R14, R16, R42: pages are granted for each token it may accept, and only accepted tokens with KV are published."""
+    driven = machine(page_tokens=page_tokens, num_speculative_tokens=4)
     driven.ask([1, 2, 3], max_tokens=20)
     driven.turn()
     driven.exchange()
@@ -218,8 +218,8 @@ def test_accepting_more_tokens_than_a_page_holds(page_tokens: int) -> None:
     assert driven.manager.cached_tokens(NAMESPACE, [1, 2, 3, sampled, 5, 6, 7, 8, 9]) == 8
 
 
-def test_more_tokens_than_were_looked_ahead_are_a_fault() -> None:
-    driven = machine(decode_lookahead=1)
+def test_more_accepted_tokens_than_may_be_drafted_are_a_fault() -> None:
+    driven = machine(num_speculative_tokens=1)
     driven.ask([1, 2, 3], max_tokens=20)
     driven.turn()
     driven.exchange()
@@ -230,7 +230,7 @@ def test_more_tokens_than_were_looked_ahead_are_a_fault() -> None:
 
 
 def test_tokens_behind_a_stop_are_dropped() -> None:
-    driven = machine(decode_lookahead=4, eos_token_ids=frozenset({6}))
+    driven = machine(num_speculative_tokens=4, eos_token_ids=frozenset({6}))
     sampling = SamplingParams(max_tokens=20)
     driven.ask([1, 2, 3])
     driven.run()

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.worker_service.roomy_scheduler import CONFIG, distinct, launches, machine
+from tests.worker_service.large_pool_scheduler import CONFIG, distinct, launches, machine
 from worker_service.core.errors import InvalidField
 from worker_service.core.launch_plan import chunk_len
 from worker_service.core.scheduler import Scheduler
@@ -115,7 +115,7 @@ def test_threshold_is_checked_against_the_page_size_in_force() -> None:
         ({"chunked_prefill": False}, "token_budget"),
         ({"groups": ()}, "groups"),
         ({"page_tokens": 0}, "page_tokens"),
-        ({"decode_lookahead": -1}, "decode_lookahead"),
+        ({"num_speculative_tokens": -1}, "num_speculative_tokens"),
     ],
 )
 def test_configuration_that_cannot_work(changes: dict[str, object], field: str) -> None:

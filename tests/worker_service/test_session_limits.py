@@ -65,7 +65,7 @@ def test_a_name_beyond_the_service_s_limit_is_named(name: str) -> None:
 
 
 def test_a_running_sequence_ends_at_the_limit() -> None:
-    driven = machine(LIMITS._replace(max_sequence_tokens=20), decode_lookahead=0)
+    driven = machine(LIMITS._replace(max_sequence_tokens=20))
     running = driven.ask([1] * 10, max_tokens=30)
     driven.run()
     assert usage_of(driven, running).generated_tokens == 10
@@ -137,7 +137,7 @@ def test_smaller_limits_fail_the_requests_beyond_them_alone() -> None:
 @pytest.mark.parametrize("num_tokens", [30, 31])
 def test_answers_that_smaller_limits_leave_no_room_end_there(num_tokens: int) -> None:
     """Their prompts are within the limits, so that the callers asked for nothing that is not served."""
-    driven = machine(decode_lookahead=0)
+    driven = machine()
     ends, goes_on = driven.ask([1] * 20, max_tokens=100), driven.ask([2] * 5, max_tokens=12)
     while len(driven.clients[ends].tokens) < num_tokens - 20:
         driven.turn()
@@ -151,7 +151,7 @@ def test_answers_that_smaller_limits_leave_no_room_end_there(num_tokens: int) ->
 
 
 def test_an_answer_that_waits_for_its_turn_ends_there_too() -> None:
-    driven = machine(decode_lookahead=0)
+    driven = machine()
     ids = [driven.ask([number] * 20, max_tokens=100) for number in range(2)]
     while len(driven.clients[ids[1]].tokens) < 20:
         driven.turn()

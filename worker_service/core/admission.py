@@ -1,7 +1,7 @@
 """Admission: chooses the waiting requests for which the next step asks pages.
 
-After a refusal for lack of room the queue waits until something was freed. Then its head asks alone, and each grant
-doubles how many ask at once: all requests behind a refused one are refused with it. The cache service keeps what
+After a refusal for lack of pages the queue waits until something was freed. Then its head asks alone, and each
+grant doubles how many ask at once: all requests behind a refused one are refused with it. The cache service keeps what
 it refused, so that a prompt crosses the wire once (Acquire.kept_tokens).
 """
 
@@ -15,7 +15,7 @@ from session.messages import Acquire
 from session.words import TOKEN_BYTES, GroupKind, SequenceId
 from worker_service.core.holding import Siblings
 from worker_service.core.launch_plan import UNLIMITED, first_chunk_limit
-from worker_service.core.limits import BOUNDARY_BYTES, ITEM_BYTES, MessageRoom, Terms, name_bytes
+from worker_service.core.limits import BOUNDARY_BYTES, ITEM_BYTES, MessageBudget, Terms, name_bytes
 from worker_service.core.queues import Queues
 from worker_service.core.sequence import Sequence, State
 
@@ -38,7 +38,7 @@ class Admission:
         self._max_acquires = min(2 * self._max_acquires, UNLIMITED)
 
     def refused(self, sequence: Sequence) -> None:
-        """There was no room for it. Of several the first in the queue is remembered: it blocks all behind it."""
+        """There were no pages for it. Of several the first in the queue is remembered: it blocks all behind it."""
         self._max_acquires = 1
         former = self._refused
         if former is None or former.state is not State.WAITING or sequence.queue_order < former.queue_order:
@@ -64,12 +64,12 @@ class Admission:
 
     # -- the next step --
 
-    def acquires(self, room: MessageRoom) -> list[tuple[Sequence, Acquire]]:
+    def acquires(self, budget: MessageBudget) -> list[tuple[Sequence, Acquire]]:
         """Returns acquires for the head of the queue, and takes their sequences out of it."""
         config, leased = self._terms.config, self._queues.leased
         if not self._may_admit():
             return []
-        chosen = self._choose(min(config.max_acquires, self._max_acquires, config.max_num_seqs - len(leased)), room)
+        chosen = self._choose(min(config.max_acquires, self._max_acquires, config.max_num_seqs - len(leased)), budget)
         self._queues.take(chosen)
         return [
             (sequence, self._acquire(sequence, alone=not (leased or number))) for number, sequence in enumerate(chosen)
@@ -85,7 +85,7 @@ class Admission:
             backlog += min(max(sequence.in_prefill_until - sequence.launched_len, 0), threshold)
         return backlog < self._terms.config.token_budget
 
-    def _choose(self, limit: int, room: MessageRoom) -> list[Sequence]:
+    def _choose(self, limit: int, budget: MessageBudget) -> list[Sequence]:
         """Returns requests from the head on.
 
         A held one is passed over; a refused one blocks all behind it, or it would starve.
@@ -100,7 +100,7 @@ class Admission:
             if holder is not None:
                 siblings.note_branch(sequence, holder)
                 num_held += 1
-            elif sequence is self._refused or not room.take(Acquire, _acquire_bytes(sequence)):
+            elif sequence is self._refused or not budget.take(Acquire, _acquire_bytes(sequence)):
                 break
             else:
                 chosen.append(sequence)

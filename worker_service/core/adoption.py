@@ -3,7 +3,7 @@
 While any waits, a step carries adopts only: an acquire or an extend could be granted pages that are yet to be adopted.
 
     RUNNING --- the state was lost ---> ADOPTING --- granted ---> RUNNING
-                                            |------ no room ---> WAITING, computed again
+                                            |------ refused ---> WAITING, computed again
                                             '------ this state was given up as well ---> RUNNING
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from session.messages import Adopt, Grant
 from session.words import NO_PAGE, GroupKind, GroupPages
-from worker_service.core.limits import MessageRoom, Terms, adopt_bytes
+from worker_service.core.limits import MessageBudget, Terms, adopt_bytes
 from worker_service.core.queues import Queues
 from worker_service.core.sequence import Sequence, State, place_pages
 
@@ -46,7 +46,7 @@ class Adoptions:
             if sequence.state is State.ADOPTING:
                 sequence.state = State.RUNNING
 
-    def take(self, room: MessageRoom) -> list[tuple[Sequence, Adopt]]:
+    def take(self, budget: MessageBudget) -> list[tuple[Sequence, Adopt]]:
         """Returns adopts for one step, at least one while any sequence waits; aborted ones end here."""
         taken: list[tuple[Sequence, Adopt]] = []
         pages_left = self._terms.limits.max_adopt_pages
@@ -59,7 +59,7 @@ class Adoptions:
                 continue
             adopt = self._adopt(sequence)
             num_pages = sum(len(sequence.tables[pages.group]) for pages in adopt.tables)
-            fits = num_pages <= pages_left and room.take(Adopt, adopt_bytes(adopt))
+            fits = num_pages <= pages_left and budget.take(Adopt, adopt_bytes(adopt))
             if taken and not fits:
                 break
             pages_left -= num_pages

@@ -16,7 +16,7 @@ class Ask(Enum):
 
 
 class Asked(NamedTuple):
-    """`length` is the number of tokens that the sequence has room for once this is granted.
+    """`length` is the number of tokens that the sequence has pages for once this is granted.
 
     Usable tokens of an acquire or a replan come on top. `is_ahead`: an extend that asks for more than the next launch
     needs.

@@ -18,12 +18,12 @@ STREAMS_PER_PROMPT = 8
 
 
 class Progress(NamedTuple):
-    """A sequence's present or predicted state. `room` is the length in tokens that its pages hold."""
+    """A sequence's present or predicted state. `allocated_len` is the length in tokens that its pages hold."""
 
     sequence: Sequence
     computed: int
     length: int
-    room: int
+    allocated_len: int
 
 
 class Row(NamedTuple):
@@ -39,7 +39,7 @@ class Row(NamedTuple):
 
 
 def chunk_len(first: int, remaining: int, budget: int, config: SchedulerConfig) -> int:
-    """Returns how many tokens of a prompt to compute from `first` on; 0 when it has to wait for more budget.
+    """Returns how many tokens of a prompt to compute from `first` on; 0 when it has to wait for a larger token budget.
 
     A chunk that is not the last one ends on a page boundary when that leaves something of it: all that it computed can
     then be published.
@@ -62,7 +62,7 @@ def first_chunk_limit(length: int, config: SchedulerConfig) -> int:
 
 def decode_need(computed: int, config: SchedulerConfig) -> int:
     """Returns the length for which a decode row needs pages: its token and those that it may accept beyond it."""
-    return min(computed + 1 + config.decode_lookahead, config.max_model_len)
+    return min(computed + 1 + config.num_speculative_tokens, config.max_model_len)
 
 
 class Plan(NamedTuple):
@@ -86,30 +86,30 @@ def _prefill_budget(config: SchedulerConfig, num_decode: int, num_prompts: int) 
 
 
 def plan_launch(
-    running: Iterable[Progress], config: SchedulerConfig, *, within_room: bool, num_waiting: int = 0
+    running: Iterable[Progress], config: SchedulerConfig, *, within_pages: bool, num_waiting: int = 0
 ) -> Plan:
     """Returns the rows of a launch: decode rows, then prefill rows, each oldest first as `running` is.
 
-    `within_room` is False for the prediction, which is there to ask for the pages that are missing. `num_waiting`:
-    prompts that are not admitted yet.
+    `within_pages`: no row goes beyond the pages of its sequence; False for the prediction, which is there to ask for
+    the pages that are missing. `num_waiting`: prompts that are not admitted yet.
     """
     rows: list[Row] = []
     prefill: list[Progress] = []
     # As decode_need has it, which is a call for each of up to some hundred rows.
-    accepted, longest = 1 + config.decode_lookahead, config.max_model_len
+    accepted, longest = 1 + config.num_speculative_tokens, config.max_model_len
     for progress in running:
-        sequence, computed, _, room = progress
+        sequence, computed, _, allocated = progress
         if computed < sequence.in_prefill_until:
             prefill.append(progress)
-        elif not within_room or room >= computed + accepted or room >= longest:
+        elif not within_pages or allocated >= computed + accepted or allocated >= longest:
             rows.append(Row(sequence, computed, 1))
     num_decode = len(rows)
     budget = _prefill_budget(config, num_decode, len(prefill) + num_waiting)
-    for sequence, computed, length, room in prefill:
+    for sequence, computed, length, allocated in prefill:
         chunk = chunk_len(computed, length - computed, budget, config)
         is_cut = chunk < chunk_len(computed, length - computed, UNLIMITED, config)
-        if within_room:
-            chunk = min(chunk, room - computed)
+        if within_pages:
+            chunk = min(chunk, allocated - computed)
         if chunk > 0:
             rows.append(Row(sequence, computed, chunk))
             budget -= chunk

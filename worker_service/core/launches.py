@@ -1,4 +1,4 @@
-"""The launches in flight: makes the next one of what has room, and takes the tokens that the oldest one computed.
+"""The launches in flight: makes the next one of rows that have pages, and takes the tokens of the oldest one.
 
 Each is made from what the ones before it will have computed (prediction.py), so its results may come for a sequence
 that has ended, or has another lease, by then.
@@ -61,7 +61,7 @@ class Launches:
         self._queues = queues
         self._prediction = prediction
         self._slots = PenaltySlots(terms.config.max_num_seqs)
-        self._max_accepted = 1 + terms.config.decode_lookahead  # tokens of a decode row
+        self._max_accepted = 1 + terms.config.num_speculative_tokens  # tokens of a decode row
         self._num_launches = 0
         self._flights: deque[_Flight] = deque()  # oldest first
 
@@ -71,9 +71,9 @@ class Launches:
 
     @property
     def max_flights(self) -> int:
-        """Returns how many launches may be in flight; one with decode_lookahead: accepted drafts are not predicted."""
+        """Returns how many launches may be in flight; 1 with draft tokens: how many are accepted is not predicted."""
         config = self._terms.config
-        return 2 if config.async_scheduling and not config.decode_lookahead else 1
+        return 2 if config.async_scheduling and not config.num_speculative_tokens else 1
 
     def next(self) -> Launch | None:
         """Returns the next launch, of sequences whose pages are granted; None when there is nothing to run.
@@ -83,7 +83,7 @@ class Launches:
         """
         assert len(self._flights) < self.max_flights, "too many launches in flight"
         config, num_waiting = self._terms.config, len(self._queues.waiting)
-        plan = plan_launch(self._prediction.progress(), config, within_room=True, num_waiting=num_waiting)
+        plan = plan_launch(self._prediction.progress(), config, within_pages=True, num_waiting=num_waiting)
         if not plan.rows:
             return None
         for row in plan.rows:
@@ -93,7 +93,7 @@ class Launches:
         launch = Launch(self._num_launches, tuple(_launch_row(row) for row in plan.rows), batch)
         for row in plan.rows:
             row.sequence.launched_len = row.end
-            row.sequence.written_len = max(row.sequence.written_len, row.end + config.decode_lookahead)
+            row.sequence.written_len = max(row.sequence.written_len, row.end + config.num_speculative_tokens)
         for index, entry in enumerate(batch.sampled):
             sequence = plan.rows[entry.row].sequence
             sequence.num_pending += 1

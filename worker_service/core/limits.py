@@ -62,11 +62,12 @@ class Terms:
         return num_bytes * config.page_tokens // (TOKEN_BYTES * config.page_tokens + PAGE_ID_BYTES * len(groups))
 
     def _half(self) -> int:
-        """Half of a message is for acquires and adopts, half for the rest, so that both have room."""
+        """Half of a message is for acquires and adopts, half for the rest, so that neither takes all of it."""
         return self.limits.max_message_bytes // 2
 
-    def room(self) -> MessageRoom:
-        return MessageRoom(self.limits.max_step_items, self._half())
+    def message_budget(self) -> MessageBudget:
+        """Returns the budget of half a message."""
+        return MessageBudget(self.limits.max_step_items, self._half())
 
     def excess(self, sequence: Sequence) -> TooLong | None:
         """Returns why the sequence's names or its prompt are beyond the limits; None when they are within them."""
@@ -98,8 +99,8 @@ class Terms:
             raise InvalidField(excess.field, excess.reason)
 
 
-class MessageRoom:
-    """Counts what goes into half a message.
+class MessageBudget:
+    """What is left of half a message: items of each kind, and bytes.
 
     Any single item fits: larger requests were refused when they were submitted.
     """
@@ -110,7 +111,7 @@ class MessageRoom:
         self._num_items: Counter[type] = Counter()
 
     def take(self, kind: type, num_bytes: int = ITEM_BYTES) -> bool:
-        """Counts one item in and returns True; returns False, and changes nothing, when there is no room for it."""
+        """Counts one item in and returns True; returns False, and changes nothing, when it does not fit."""
         if self._num_items[kind] >= self._max_items or num_bytes > self.num_bytes:
             return False
         self._num_items[kind] += 1
@@ -118,7 +119,7 @@ class MessageRoom:
         return True
 
     def take_bytes(self, num_bytes: int) -> bool:
-        """Counts in more of an item that was taken; returns False, and changes nothing, when there is no room."""
+        """Counts in more of an item that was taken; returns False, and changes nothing, when it does not fit."""
         if num_bytes > self.num_bytes:
             return False
         self.num_bytes -= num_bytes

@@ -57,8 +57,8 @@ class OwnPages:
         for pages in (self._spare, self._returned, self._pauses, self._last_pauses):
             pages.clear()
 
-    def lacks_room(self) -> bool:
-        """Returns whether a row that decodes has no room for its next token."""
+    def decode_lacks_pages(self) -> bool:
+        """Returns whether a row that decodes has no page for its next token."""
         plan = self._plan()
         return any(self._lack(plan, index) for index in range(plan.num_decode))
 
@@ -72,13 +72,13 @@ class OwnPages:
 
     def _plan(self) -> Plan:
         progress, num_waiting = self._prediction.progress(), len(self._queues.waiting)
-        return plan_launch(progress, self._terms.config, within_room=False, num_waiting=num_waiting)
+        return plan_launch(progress, self._terms.config, within_pages=False, num_waiting=num_waiting)
 
     def _lack(self, plan: Plan, index: int) -> int:
         """Returns the length in tokens that a row needs pages for; 0 where it has them."""
         sequence, first, num_tokens = plan.rows[index]
         need = decode_need(first, self._terms.config) if index < plan.num_decode else first + num_tokens
-        return need if need > self._prediction.room(sequence) else 0
+        return need if need > self._prediction.allocated_len(sequence) else 0
 
     def _give(self, sequence: Sequence, length: int) -> int:
         """Appends pages for `length` tokens to every block table. Returns how many; 0 where some group lacks them."""

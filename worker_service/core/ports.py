@@ -94,7 +94,8 @@ class HostTier(Protocol):
     def note_needs(self, needs: Iterable[tuple[bytes, bytes]]) -> None:
         """Notes pairs of keys: the first one's value is no use without the second one's.
 
-        For a PRIVATE store, which drops values by itself, and these in this order. Waits for nothing, raises nothing.
+        For a PRIVATE store, which drops values by itself: the first one goes before the second. Raises nothing, and is
+        called in the event loop: no copy is made meanwhile.
         """
         ...
 

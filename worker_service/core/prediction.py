@@ -39,12 +39,12 @@ class Prediction:
             if num_pending:
                 if length >= sequence.end_len or length >= longest:
                     continue
-                computed += config.decode_lookahead
+                computed += config.num_speculative_tokens
                 length = computed + 1
-            room = len(sequence.tables[0]) * page_tokens if is_plain else self.room(sequence)
-            yield Progress(sequence, computed, length, room)
+            allocated_len = len(sequence.tables[0]) * page_tokens if is_plain else self.allocated_len(sequence)
+            yield Progress(sequence, computed, length, allocated_len)
 
-    def room(self, sequence: Sequence) -> int:
+    def allocated_len(self, sequence: Sequence) -> int:
         """Returns the length in tokens that the sequence's pages hold, in the group that has fewest.
 
         With WINDOW or STATE groups a prompt goes no further than was asked: their pages are granted chunk by chunk.

@@ -23,7 +23,7 @@ from session.messages import Inventory as Slice
 from session.words import NO_PAGE, PAGE_ID_BYTES, TOKEN_BYTES, GroupKind, GroupSpec
 from worker_service.core.inventory import Inventory
 from worker_service.core.inventory_recorder import Recorder
-from worker_service.core.limits import ITEM_BYTES, MessageRoom, name_bytes
+from worker_service.core.limits import ITEM_BYTES, MessageBudget, name_bytes
 
 # Pages that are chained, or put into runs, with one step while the plan is made: 2 to 4 ms. Finding and sorting them
 # takes less, so of these looks at a page LOOKS count as one: about 3 ms at most.
@@ -82,7 +82,7 @@ class Restoration:
         self._plan = self._runs = self._run = None
         self._page_of = {}
 
-    def take(self, room: MessageRoom, max_pages: int) -> Slice | None:
+    def take(self, budget: MessageBudget, max_pages: int) -> Slice | None:
         """Returns what goes with the next step, at most `max_pages` of all groups together; None: nothing."""
         if self._plan is not None and not self._go_on_planning(self._plan):
             return Slice((), is_complete=False)
@@ -93,7 +93,7 @@ class Restoration:
         # Limits that no page fits into: nothing is ever sent.
         while max_pages >= len(self._groups) and self._next_run():
             assert self._run is not None
-            piece = self._piece(self._run, room, pages_left)
+            piece = self._piece(self._run, budget, pages_left)
             if piece is None:
                 return Slice(tuple(pieces), is_complete=False) if pieces else None
             pages_left -= len(piece.page_ids[0]) // PAGE_ID_BYTES
@@ -135,19 +135,19 @@ class Restoration:
         is_there = page_id and inventory.leads[group][page_id] == lead
         return page_id if is_there and inventory.lead_stamps[group][page_id] == inventory.stamps[lead] else NO_PAGE
 
-    def _piece(self, run: _Run, room: MessageRoom, max_pages: int) -> CachedRun | None:
+    def _piece(self, run: _Run, budget: MessageBudget, max_pages: int) -> CachedRun | None:
         """Returns the run's next pages, as many as fit; None where not one does."""
         inventory, first = self._inventory, run.num_sent
         is_start = run.parent is None and not first
         namespace = inventory.namespace(run.page_ids[first]) if is_start else None
         page_bytes = TOKEN_BYTES * inventory.page_tokens + PAGE_ID_BYTES * len(self._groups)
         fixed = ITEM_BYTES * (1 + len(self._groups)) + (name_bytes(namespace) if namespace is not None else 0)
-        num_pages = min(max_pages, (room.num_bytes - fixed) // page_bytes)
-        if num_pages < 1 or not room.take(CachedRun, fixed + page_bytes):
+        num_pages = min(max_pages, (budget.num_bytes - fixed) // page_bytes)
+        if num_pages < 1 or not budget.take(CachedRun, fixed + page_bytes):
             return None
         sent = array("I", run.page_ids[first : first + 1])
         for page_id in run.page_ids[first + 1 : first + num_pages]:
-            if not self._is_as_planned(page_id) or not room.take_bytes(page_bytes):
+            if not self._is_as_planned(page_id) or not budget.take_bytes(page_bytes):
                 break
             sent.append(page_id)
         above = run.number if first else run.parent.number if run.parent is not None else 0

@@ -15,7 +15,7 @@ from session.limits import MAX_SNAPSHOT_BOUNDARIES
 from session.messages import Extend, Shrink
 from worker_service.core.asked import Ask, Asked
 from worker_service.core.launch_plan import Plan, decode_need, plan_launch
-from worker_service.core.limits import BOUNDARY_BYTES, ITEM_BYTES, MessageRoom, Terms
+from worker_service.core.limits import BOUNDARY_BYTES, ITEM_BYTES, MessageBudget, Terms
 from worker_service.core.prediction import Prediction
 from worker_service.core.queues import Queues
 from worker_service.core.restoration import Restoration
@@ -57,7 +57,7 @@ class RunningPages:
         self._step_id = step_id
         self._lacks_pages = lacks_pages
 
-    def shrinks(self, room: MessageRoom) -> tuple[Shrink, ...]:
+    def shrinks(self, budget: MessageBudget) -> tuple[Shrink, ...]:
         """Gives back the pages ahead of rows that decode, but for `decode_ahead_tokens`, while a sequence lacks pages.
 
         Launches in flight write to none of them, and the next one is planned without them.
@@ -71,39 +71,39 @@ class RunningPages:
                 kept = max(decode_need(computed, self._terms.config), length, sequence.written_len)
                 num_pages = -(-(kept + self._terms.config.decode_ahead_tokens) // self._page_tokens)
                 kept = num_pages * self._page_tokens
-                if kept < self._prediction.room(sequence) and room.take(Shrink):
+                if kept < self._prediction.allocated_len(sequence) and budget.take(Shrink):
                     sequence.drop_pages(num_pages)
                     shrinks.append(Shrink(sequence.sequence_id, kept))
         return tuple(shrinks)
 
-    def extends(self, room: MessageRoom) -> list[Asked]:
+    def extends(self, budget: MessageBudget) -> list[Asked]:
         """Returns what to ask, oldest sequence first, but those that missed a launch before all others."""
         num_waiting = len(self._queues.waiting)
         progress = self._prediction.progress()
-        plan = plan_launch(progress, self._terms.config, within_room=False, num_waiting=num_waiting)
+        plan = plan_launch(progress, self._terms.config, within_pages=False, num_waiting=num_waiting)
         needs = list(self._needs(plan))
         needs.sort(key=lambda asked: (asked.sequence.num_refused_extends == 0, asked.sequence.queue_order))
-        return [asked for asked in needs if room.take(Extend, _extend_bytes(asked.sequence))]
+        return [asked for asked in needs if budget.take(Extend, _extend_bytes(asked.sequence))]
 
     def _needs(self, plan: Plan) -> Iterator[Asked]:
         """Yields what to ask for rows that lack pages, or soon will."""
-        config, room_of = self._terms.config, self._prediction.room
-        rooms = [room_of(row.sequence) for row in plan.rows]
-        ahead = self._ahead_tokens(plan, rooms)
+        config, allocated_len = self._terms.config, self._prediction.allocated_len
+        allocated_lens = [allocated_len(row.sequence) for row in plan.rows]
+        ahead = self._ahead_tokens(plan, allocated_lens)
         # Ask once a quarter of it, or a page, is used up: not at each token.
         refill = max(ahead - max(ahead // 4, min(ahead // 2, self._page_tokens)), 0)
         for index, (sequence, first, num_tokens) in enumerate(plan.rows):
-            room = rooms[index]
+            allocated = allocated_lens[index]
             if index >= plan.num_decode:
-                if first + num_tokens > room:
+                if first + num_tokens > allocated:
                     yield Asked(sequence, Ask.EXTEND, first + num_tokens)
                 continue
             need = decode_need(first, config)
             wanted = min(need + ahead, max(sequence.end_len, need), config.max_model_len)
-            if need > room or min(need + refill, wanted) > room:
+            if need > allocated or min(need + refill, wanted) > allocated:
                 yield Asked(sequence, Ask.EXTEND, wanted, is_ahead=wanted > need)
 
-    def _ahead_tokens(self, plan: Plan, rooms: list[int]) -> int:
+    def _ahead_tokens(self, plan: Plan, allocated_lens: list[int]) -> int:
         """Returns for how many tokens beyond its need a decode row asks pages.
 
         Half of what is free or held ahead is for the rows, in equal parts: the other half is there for the prompts to
@@ -117,7 +117,7 @@ class RunningPages:
         least, num_decode = config.decode_ahead_tokens, plan.num_decode
         if not self._free_pages or not num_decode or self._lacks_pages or self._restoration.is_pending:
             return least
-        held = sum(rooms[:num_decode]) - sum([row.end for row in plan.rows[:num_decode]])
+        held = sum(allocated_lens[:num_decode]) - sum([row.end for row in plan.rows[:num_decode]])
         spare = min([self._free_pages[group] for group in self._paged]) * self._page_tokens + held
         return max(least, min(spare // (2 * num_decode), config.max_decode_ahead_tokens))
 

@@ -6,8 +6,9 @@ Knows no clock, no wire, no thread, no tensor and no text. The engine drives it 
     when k has ended:      complete(launch k, accepted, failed_rows)
     while k + 1 runs:      step = next_step();  reply = await cache.step(step);  apply(reply);  launch k + 2 = ...
 
-A launch does not wait for a reply: it runs what has room. next_step() is None when there is nothing to say. After a
-lost session: drain the mover, connect(generation), complete the launches in flight, then follow readmit(welcome).
+A launch does not wait for a reply: it runs the rows that have pages. next_step() is None when there is nothing to say.
+After a lost session: drain the mover, connect(generation), complete the launches in flight, then follow
+readmit(welcome).
 """
 
 from __future__ import annotations
@@ -65,11 +66,11 @@ class Scheduler:
             raise InvalidField("prompt", f"{len(request.prompt)} bytes are not packed int32")
         sequence = Sequence(request, QueueOrder(-request.priority, self._num_requests + 1), len(self.config.groups))
         self._check(sequence)
-        self.require_room()
+        self.require_capacity()
         self._num_requests += 1
         self._queues.enqueue(sequence)
 
-    def require_room(self) -> None:
+    def require_capacity(self) -> None:
         """Raises QueueFull when as many requests wait as may."""
         if len(self._queues.waiting) >= self.config.max_waiting:
             raise QueueFull(f"{self.config.max_waiting} requests wait already")
@@ -198,9 +199,9 @@ class Scheduler:
         """Returns whether this worker has given up the state of the cache service and not got a new one yet."""
         return self._readmitter.is_detached
 
-    def lacks_room(self) -> bool:
+    def has_stalled_rows(self) -> bool:
         """Returns whether some row that decodes stands still without the cache service."""
-        return self.num_adopting > 0 or self._own_pages.lacks_room()
+        return self.num_adopting > 0 or self._own_pages.decode_lacks_pages()
 
     def detach(self) -> None:
         """Gives up the state of the cache service: rows may take pages by themselves once transfers have ended."""

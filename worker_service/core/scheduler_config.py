@@ -16,7 +16,8 @@ class SchedulerConfig:
     mixed_prefill_tokens          the most tokens of prompts beside decode rows, while few prompts wait; 0 is off
     long_prefill_token_threshold  the most tokens of one sequence's chunk; 0 is off; idle without chunked_prefill
     reserve_pages                 pages that an admission must leave free or evictable while others run
-    decode_lookahead              tokens that a decode row may accept beyond the first in one launch
+    num_speculative_tokens        draft tokens that a decode row may accept beyond its own token in one launch. A worker
+                                  has no setting for it, as no runner drafts tokens: only tests of the scheduler give it
     max_acquires                  requests asked for in one step, whose cached share is not known yet
     decode_ahead_tokens           tokens beyond the next launch's for which a decode row asks pages in time, so that it
                                   goes on while the cache service does not reply
@@ -38,7 +39,7 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = 0
     chunked_prefill: bool = True
     reserve_pages: int = 0
-    decode_lookahead: int = 0
+    num_speculative_tokens: int = 0
     decode_ahead_tokens: int = 0
     max_decode_ahead_tokens: int = 0
     async_scheduling: bool = True
@@ -48,7 +49,7 @@ class SchedulerConfig:
             _require(field, getattr(self, field) >= 1, f"must be at least 1, not {getattr(self, field)}")
         for field in (
             "reserve_pages",
-            "decode_lookahead",
+            "num_speculative_tokens",
             "decode_ahead_tokens",
             "max_decode_ahead_tokens",
             "mixed_prefill_tokens",

@@ -16,7 +16,7 @@ from worker_service.core.admission import Admission
 from worker_service.core.adoption import Adoptions
 from worker_service.core.asked import Ask, Asked
 from worker_service.core.launch_plan import first_chunk_limit
-from worker_service.core.limits import ITEM_BYTES, MessageRoom, Terms
+from worker_service.core.limits import ITEM_BYTES, MessageBudget, Terms
 from worker_service.core.queues import Departure, Queues
 from worker_service.core.restoration import PageRecords
 from worker_service.core.running_pages import RunningPages
@@ -79,21 +79,21 @@ class StepBuilder:
         adopts = self._adopts()
         if adopts:
             return self._numbered(Step(0, adopts=adopts))
-        room = self._terms.room()
-        departing = self._departing(room)
-        acks = self._take_acks({departure.sequence.sequence_id for departure in departing}, room)
-        publishes = self._publishes(departing, room)
-        releases = (*self._releases(departing), *self._forget_kept(room))
+        budget = self._terms.message_budget()
+        departing = self._departing(budget)
+        acks = self._take_acks({departure.sequence.sequence_id for departure in departing}, budget)
+        publishes = self._publishes(departing, budget)
+        releases = (*self._releases(departing), *self._forget_kept(budget))
         preempted = self._end_leases(departing)
         # Rows give pages back even if the refused request asks again in this step: the freed pages are for it.
         self._running_pages.begin_step(self._last_step_id + 1, lacks_pages=self._admission.lacks_pages)
-        shrinks = self._running_pages.shrinks(room)
+        shrinks = self._running_pages.shrinks(budget)
         frees = bool(shrinks) or self._frees(acks, publishes, departing)
         if frees:
             self._admission.freed()
         self._admission.note_branches()
-        extends = self._extends(room)
-        inventory = self._restoration.take(room, self._terms.limits.max_adopt_pages)
+        extends = self._extends(budget)
+        inventory = self._restoration.take(budget, self._terms.limits.max_adopt_pages)
         acquires = self._acquires()
         for sequence in preempted:
             self._queues.enqueue(sequence)
@@ -115,19 +115,20 @@ class StepBuilder:
         left_behind = bool(publishes) and not self._only_full
         return left_behind or bool(acks) or any(d.reason is not ReleaseReason.PREEMPTED for d in departing)
 
-    def _departing(self, room: MessageRoom) -> list[Departure]:
+    def _departing(self, budget: MessageBudget) -> list[Departure]:
         """Returns the leases to end now. A preempted sequence in flight keeps its own until its launch has ended."""
         departures = self._queues.departures
         departing = [
             departure
             for departure in departures.values()
-            if not (departure.sequence.in_flight and departure.reason == ReleaseReason.PREEMPTED) and room.take(Release)
+            if not (departure.sequence.in_flight and departure.reason == ReleaseReason.PREEMPTED)
+            and budget.take(Release)
         ]
         for departure in departing:
             del departures[departure.sequence.sequence_id]
         return departing
 
-    def _take_acks(self, departing: set[SequenceId], room: MessageRoom) -> tuple[Ack, ...]:
+    def _take_acks(self, departing: set[SequenceId], budget: MessageBudget) -> tuple[Ack, ...]:
         """Returns the acks of this step.
 
         A departing sequence's ack waits for its release, or it would be granted new pages.
@@ -137,7 +138,7 @@ class StepBuilder:
         for ack in self._acks:
             sequence = self.tickets.get(ack.ticket)
             is_departing = sequence is not None and sequence.sequence_id in departing
-            if is_departing or not room.take(Ack):
+            if is_departing or not budget.take(Ack):
                 later.append(ack)
                 continue
             now.append(ack)
@@ -150,14 +151,14 @@ class StepBuilder:
         self._acks = later
         return tuple(now)
 
-    def _publishes(self, departing: list[Departure], room: MessageRoom) -> tuple[Publish, ...]:
+    def _publishes(self, departing: list[Departure], budget: MessageBudget) -> tuple[Publish, ...]:
         """Returns publishes, a departing sequence's first: it has no later step."""
         candidates = [d.sequence for d in departing if d.publishes]
         gone = {d.sequence.sequence_id for d in departing}
         candidates += [sequence for sequence in self._queues.leased if sequence.sequence_id not in gone]
-        return tuple(publish for sequence in candidates if (publish := self._publish(sequence, room)) is not None)
+        return tuple(publish for sequence in candidates if (publish := self._publish(sequence, budget)) is not None)
 
-    def _publish(self, sequence: Sequence, room: MessageRoom) -> Publish | None:
+    def _publish(self, sequence: Sequence, budget: MessageBudget) -> Publish | None:
         """Publishes filled pages, and the end of the launch that restored a snapshot.
 
         Until then the snapshot is pinned.
@@ -167,7 +168,7 @@ class StepBuilder:
         if not fills_page and not (sequence.restore and computed > sequence.start_len):
             return None
         tokens = sequence.tokens[sequence.leased_len : computed].tobytes()
-        if not room.take(Publish, ITEM_BYTES + len(tokens)):
+        if not budget.take(Publish, ITEM_BYTES + len(tokens)):
             return None
         self._recorder.published(sequence)
         sequence.leased_len = max(sequence.leased_len, computed)
@@ -183,13 +184,13 @@ class StepBuilder:
             releases.append(Release(departure.sequence.sequence_id, departure.reason, rolling_tokens))
         return tuple(releases)
 
-    def _forget_kept(self, room: MessageRoom) -> tuple[Release, ...]:
+    def _forget_kept(self, budget: MessageBudget) -> tuple[Release, ...]:
         """Returns releases for requests that were aborted while they waited.
 
         The cache service drops their kept tokens.
         """
         aborted = self._queues.aborted_with_kept_prompt
-        waiting = [sequence_id for sequence_id in aborted if not room.take(Release)]
+        waiting = [sequence_id for sequence_id in aborted if not budget.take(Release)]
         self._queues.aborted_with_kept_prompt = waiting
         now = aborted[: len(aborted) - len(waiting)]
         return tuple(Release(sequence_id, ReleaseReason.ABORTED) for sequence_id in now)
@@ -210,13 +211,13 @@ class StepBuilder:
 
     # -- what is asked --
 
-    def _extends(self, room: MessageRoom) -> tuple[Extend, ...]:
-        asking = self._running_pages.extends(room)
+    def _extends(self, budget: MessageBudget) -> tuple[Extend, ...]:
+        asking = self._running_pages.extends(budget)
         self.asked.update((asked.sequence.sequence_id, asked) for asked in asking)
         return tuple(Extend(asked.sequence.sequence_id, asked.length, asked.sequence.leave_at()) for asked in asking)
 
     def _acquires(self) -> tuple[Acquire, ...]:
-        asking = self._admission.acquires(self._terms.room())
+        asking = self._admission.acquires(self._terms.message_budget())
         for sequence, _ in asking:
             length = first_chunk_limit(len(sequence.tokens), self._terms.config)
             self.asked[sequence.sequence_id] = Asked(sequence, Ask.ACQUIRE, length)
@@ -224,7 +225,7 @@ class StepBuilder:
         return tuple(acquire for _, acquire in asking)
 
     def _adopts(self) -> tuple[Adopt, ...]:
-        asking = self._adoptions.take(self._terms.room())
+        asking = self._adoptions.take(self._terms.message_budget())
         for sequence, _ in asking:
             self.asked[sequence.sequence_id] = Asked(sequence, Ask.ADOPT, sequence.computed_len)
         return tuple(adopt for _, adopt in asking)

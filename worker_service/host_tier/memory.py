@@ -15,8 +15,8 @@ from collections.abc import Generator, Iterable, Sequence
 from session.words import HostTierKind
 from tier_client.errors import HostTierError
 
-# Values that are not here and whose needs are known, 5 MB: those of transfers that wait, and the ends of prompts that
-# found no room, or parts further on would not be known to need what there is.
+# How many keys without a value keep their needs, 5 MB: those of transfers that wait, and of pages that found no room,
+# through which the pages behind them need those before.
 MAX_ABSENT = 16_384
 
 # A value in parts is a tuple of them.
@@ -111,7 +111,8 @@ class MemoryTier:
             return [self._values.get(key) for key in keys]
 
     def _keep(self, keys: Sequence[bytes], values: Sequence[_Value]) -> None:
-        """Keeps all of them, and drops what is least recently used then: the last of them where they need all else."""
+        """Keeps all of them, then drops what was used least recently, until the rest fits. These may be the last of
+        them, where all else is what they need."""
         with self._lock:
             self._check_open()
             for key, value in zip(keys, values, strict=True):
@@ -122,9 +123,8 @@ class MemoryTier:
                 self._num_bytes -= _size(self._values.popitem(last=False)[1])
 
     def _use(self, keys: Sequence[bytes]) -> None:
-        """Puts the first of them at the end of the order, behind the others, and what it needs behind it.
-
-        1,000 pages before it take 0.1 ms.
+        """Notes that these were used now. The order, least recently used first, ends with the last of them, ..., the
+        first of them, the page before it, ..., the prompt's first page: 1,000 pages take 0.1 ms.
         """
         for key in reversed(keys):
             if key in self._values:

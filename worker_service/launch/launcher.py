@@ -30,12 +30,12 @@ SUBMIT_S = 0.002
 class EndedLaunch(NamedTuple):
     """A launch that has ended: its rows' results, or the loss of the device.
 
-    It began at `start_s`, or when the launch before it ended; `times` are the device's own, if it has a clock.
+    It began at `start_s`, or when the launch before it ended. `times` are the device's own; None where it has no clock,
+    and for a launch that failed as a whole.
     """
 
     launch: Launch
-    results: RowResults | None
-    lost: DeviceLost | None
+    outcome: RowResults | DeviceLost
     start_s: float
     end_s: float
     times: DeviceTimes | None = None
@@ -44,13 +44,14 @@ class EndedLaunch(NamedTuple):
 class NewTokens(NamedTuple):
     """Tokens of an ended launch that the scheduler has taken in and that are still to be delivered to their callers."""
 
-    ended: EndedLaunch
+    launch: Launch
+    results: RowResults
+    end_s: float
     outputs: tuple[Output, ...]
 
     def logprobs(self) -> dict[SequenceId, TokenLogprobs | None]:
-        results = self.ended.results
-        sampling = (row.sequence_id for row in self.ended.launch.rows if row.samples)
-        return dict(zip(sampling, results.logprobs, strict=True)) if results is not None else {}
+        sampling = (row.sequence_id for row in self.launch.rows if row.samples)
+        return dict(zip(sampling, self.results.logprobs, strict=True))
 
 
 class _Flight:
@@ -64,10 +65,10 @@ class _Flight:
         self.run_start_s = time.monotonic()
         self.ended.add_done_callback(lambda _: on_end())
 
-    def end(self, results: RowResults | None, lost: DeviceLost | None, times: DeviceTimes | None = None) -> None:
+    def end(self, outcome: RowResults | DeviceLost, times: DeviceTimes | None = None) -> None:
         end_s = time.monotonic()
         try:
-            self.ended.set_result(EndedLaunch(self.launch, results, lost, self.start_s(), end_s, times))
+            self.ended.set_result(EndedLaunch(self.launch, outcome, self.start_s(), end_s, times))
         except InvalidStateError:  # it timed out before, and has returned now
             return
 
@@ -86,10 +87,10 @@ class _Flight:
         batch, previous = self.launch.batch, self.previous
         if previous is None:
             return batch
-        before = previous.ended.result()
-        if before.results is None:
-            raise before.lost or DeviceLost("the launch before was lost")
-        return with_known_tokens(batch, before.results.token_ids) if batch.from_previous else batch
+        before = previous.ended.result().outcome
+        if isinstance(before, DeviceLost):
+            raise before
+        return with_known_tokens(batch, before.token_ids) if batch.from_previous else batch
 
 
 class Launcher:
@@ -128,7 +129,7 @@ class Launcher:
             if (left_s := self.time_left_s()) is None or left_s > 0:
                 return None
             self._is_stuck = True
-            flight.end(None, DeviceLost(f"launch {flight.launch.number} did not return within {self._timeout_s:g} s"))
+            flight.end(DeviceLost(f"launch {flight.launch.number} did not return within {self._timeout_s:g} s"))
         self._flights.popleft()
         # Or every flight would hold all flights before it.
         flight.previous = None
@@ -162,7 +163,7 @@ class Launcher:
         try:
             submitted = self._runner.submit(flight.launch.batch)
         except DeviceLost as lost:
-            flight.end(None, lost)
+            flight.end(lost)
         except Exception as error:  # a row may be the cause
             self._run_in_parts(flight, error)
         else:
@@ -183,11 +184,11 @@ class Launcher:
             results = run_in_parts(run, flight.known_batch(), error, may_repeat=may_repeat)
             self._runner.set_previous(results.token_ids)
         except DeviceLost as lost:
-            flight.end(None, lost)
+            flight.end(lost)
         except Exception as unexpected:
-            flight.end(_all_failed(flight, unexpected), None)
+            flight.end(_all_failed(flight, unexpected))
         else:
-            flight.end(results, None)
+            flight.end(results)
 
 
 # -- the results' thread --
@@ -197,12 +198,12 @@ def _wait(flight: _Flight, submitted: Submitted) -> None:
     try:
         tokens, times = submitted.wait()
     except DeviceLost as lost:
-        flight.end(None, lost)
+        flight.end(lost)
     except Exception as error:
         # The launch after it went on from what this one left on the device; its rows of these sequences are dropped.
-        flight.end(_all_failed(flight, error), None)
+        flight.end(_all_failed(flight, error))
     else:
-        flight.end(RowResults(tokens.token_ids, tokens.logprobs, {}, None), None, times)
+        flight.end(RowResults(tokens.token_ids, tokens.logprobs, {}, None), times)
 
 
 def _all_failed(flight: _Flight, error: Exception) -> RowResults:

@@ -15,9 +15,8 @@ import logging
 import time
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from itertools import pairwise
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -25,13 +24,12 @@ from kernels.graph_capture import graph_capture
 from kernels.sample_tokens import SamplingTensors
 from worker_service.core.batch import Batch
 from worker_service.model.last_tokens import LastTokens
+from worker_service.model.launch_arrays import PADDING_SLOT, LaunchArrays, by_name, split_lengths
 from worker_service.model.launch_buckets import PROMPT_SAMPLES, Bucket, GraphLimits, buckets
-from worker_service.model.launch_inputs import LaunchInputs, PromptLens
-from worker_service.model.sampling_arrays import NUM_ARRAYS, greedy_arrays, sampling_arrays
+from worker_service.model.launch_inputs import LaunchInputs
+from worker_service.model.sampling_arrays import greedy_arrays, sampling_arrays
 from worker_service.model.staging import FixedUpload, HostArray, packed_bytes, put
 from worker_service.model.state_inputs import RowPlaces, padding_arrays, put_states, put_sums, state_inputs
-
-PADDING_SLOT = -1
 
 _log = logging.getLogger("worker_service")
 
@@ -59,27 +57,6 @@ class Captured(NamedTuple):
     output: GraphOutput
 
 
-Values = TypeVar("Values")
-
-
-class _FixedArrays(NamedTuple, Generic[Values]):
-    """What the host knows of a launch, in the order of the upload: on the host, or as the tensors that graphs read.
-
-    Sums are of prompts alone, from 0 on.
-    """
-
-    from_previous: Values
-    token_ids: Values
-    positions: Values
-    lengths: Values
-    logits_rows: Values
-    cu_seqlens_q: Values
-    cu_seqlens_k: Values
-    sampling: Sequence[Values]
-    slots: Sequence[Values]
-    states: Sequence[Values]
-
-
 class LaunchGraphs:
     """Captures `forward` once per bucket; `replay` fills the static buffers and runs the smallest graph that fits."""
 
@@ -96,8 +73,9 @@ class LaunchGraphs:
             torch.zeros((2 * limits.max_num_seqs, width), dtype=torch.int32, device=device)
             for _ in range(limits.num_groups)
         ]
-        self._upload = FixedUpload(device, self._padding(), packed_bytes([table.nbytes for table in self._tables]))
-        self._inputs = self._named(self._upload.tensors)
+        table_bytes = packed_bytes([table.nbytes for table in self._tables])
+        self._upload = FixedUpload(device, self._padding().in_order(), table_bytes)
+        self._inputs = by_name(self._upload.tensors, limits.num_groups)
         self._captured: dict[Bucket, Captured] = {}
 
     def capture(self) -> None:
@@ -146,18 +124,18 @@ class LaunchGraphs:
     def _fill(self, bucket: Bucket, batch: Batch) -> None:
         num_decode = self._num_decode(batch)
         places = RowPlaces(num_decode, bucket.num_decode)
-        lengths, cu_q, cu_k = split_lengths(batch, num_decode)
-        fixed = self._named(self._upload.begin())
+        seqlens_k, cu_q, cu_k = split_lengths(batch, num_decode)
+        fixed = by_name(self._upload.begin(), self._limits.num_groups)
         put(batch.from_previous, fixed.from_previous)
         places.put(batch.token_ids, fixed.token_ids)
         places.put(batch.positions, fixed.positions)
-        put(lengths, fixed.lengths)
+        put(seqlens_k, fixed.decode_seqlens_k)
         put(places.of(batch.logits_rows), fixed.logits_rows)
-        put_sums(cu_q, fixed.cu_seqlens_q)
-        put_sums(cu_k, fixed.cu_seqlens_k)
+        put_sums(cu_q, fixed.prefill_cu_q)
+        put_sums(cu_k, fixed.prefill_cu_k)
         for values, target in zip(sampling_arrays(batch.sampled), fixed.sampling, strict=True):
             put(values, target)
-        for slots, target in zip(batch.slot_mapping, fixed.slots, strict=True):
+        for slots, target in zip(batch.slot_mapping, fixed.slot_mapping, strict=True):
             places.put(slots, target)
         put_states(batch, places, fixed.states)
         self._send_tables(batch, places)
@@ -176,7 +154,7 @@ class LaunchGraphs:
     def _num_decode(self, batch: Batch) -> int:
         return 0 if self._limits.one_phase else batch.num_decode_seqs
 
-    def _padding(self) -> list[HostArray]:
+    def _padding(self) -> LaunchArrays[HostArray]:
         """Returns the fixed arrays of a launch without rows: sampling is greedy, sequences have no keys."""
         limits, size, seqs = self._limits, self._num_rows, self._limits.max_num_seqs
         num_sampled, num_leaves = seqs + PROMPT_SAMPLES, limits.num_leaves(seqs, limits.max_tokens, seqs)
@@ -184,26 +162,17 @@ class LaunchGraphs:
         def zeros(count: int) -> array[int]:
             return array("i", (0,)) * count
 
-        return [
-            array("i", (-1,)) * seqs,
-            zeros(size),
-            zeros(size),
-            zeros(seqs),
-            zeros(num_sampled),
-            zeros(seqs + 1),
-            zeros(seqs + 1),
-            *greedy_arrays(num_sampled),
-            *[array("q", (PADDING_SLOT,)) * size] * limits.num_groups,
-            *padding_arrays(sum(limits.has_states), 2 * seqs, num_leaves),
-        ]
-
-    def _named(self, arrays: Sequence[Values]) -> _FixedArrays[Values]:
-        """Returns the arrays of the upload by their names."""
-        from_previous, token_ids, positions, lengths, logits_rows, cu_q, cu_k, *rest = arrays
-        sampling, slots = rest[:NUM_ARRAYS], rest[NUM_ARRAYS : NUM_ARRAYS + self._limits.num_groups]
-        states = rest[NUM_ARRAYS + self._limits.num_groups :]
-        return _FixedArrays(
-            from_previous, token_ids, positions, lengths, logits_rows, cu_q, cu_k, sampling, slots, states
+        return LaunchArrays(
+            from_previous=array("i", (-1,)) * seqs,
+            token_ids=zeros(size),
+            positions=zeros(size),
+            decode_seqlens_k=zeros(seqs),
+            logits_rows=zeros(num_sampled),
+            prefill_cu_q=zeros(seqs + 1),
+            prefill_cu_k=zeros(seqs + 1),
+            sampling=greedy_arrays(num_sampled),
+            slot_mapping=[array("q", (PADDING_SLOT,)) * size] * limits.num_groups,
+            states=padding_arrays(sum(limits.has_states), 2 * seqs, num_leaves),
         )
 
     def _launch_inputs(self, bucket: Bucket) -> tuple[LaunchInputs, torch.Tensor | None, SampledInputs]:
@@ -217,11 +186,11 @@ class LaunchGraphs:
         inputs = LaunchInputs(
             token_ids=fixed.token_ids[:rows],
             positions=fixed.positions[:rows],
-            slot_mapping=[values[:rows] for values in fixed.slots],
+            slot_mapping=[values[:rows] for values in fixed.slot_mapping],
             block_tables=[table[: bucket.num_decode + bucket.num_prompts] for table in self._tables],
-            decode_seqlens_k=fixed.lengths[: bucket.num_decode],
-            prefill_cu_q=fixed.cu_seqlens_q[: bucket.num_prompts + 1],
-            prefill_cu_k=fixed.cu_seqlens_k[: bucket.num_prompts + 1],
+            decode_seqlens_k=fixed.decode_seqlens_k[: bucket.num_decode],
+            prefill_cu_q=fixed.prefill_cu_q[: bucket.num_prompts + 1],
+            prefill_cu_k=fixed.prefill_cu_k[: bucket.num_prompts + 1],
             num_decode=bucket.num_decode,
             max_seqlen_q=bucket.prompt_tokens,
             max_seqlen_k=self._limits.max_model_len,
@@ -242,20 +211,3 @@ def _place(table: torch.Tensor, sent: torch.Tensor, places: RowPlaces) -> None:
         table[:num_decode, :width].copy_(sent[:num_decode])
     if num_decode < num_rows:
         table[places.decode_rows : num_rows + places.shift, :width].copy_(sent[num_decode:])
-
-
-def prompt_lens(batch: Batch, num_decode: int) -> PromptLens:
-    """New and cached tokens of each sequence that is not among the decode rows."""
-    new = tuple(end - start for start, end in pairwise(batch.cu_seqlens_q[num_decode:]))
-    ends = (end - start for start, end in pairwise(batch.cu_seqlens_k[num_decode:]))
-    return PromptLens(new, tuple(end - count for end, count in zip(ends, new, strict=True)))
-
-
-def split_lengths(batch: Batch, num_decode: int) -> tuple[array[int], array[int], array[int]]:
-    """Key lengths of the decode rows; running sums of the others, from 0 anew."""
-    cu_q, cu_k = batch.cu_seqlens_q, batch.cu_seqlens_k
-    return (
-        array("i", (end - start for start, end in pairwise(cu_k[: num_decode + 1]))),
-        array("i", (end - cu_q[num_decode] for end in cu_q[num_decode:])),
-        array("i", (end - cu_k[num_decode] for end in cu_k[num_decode:])),
-    )

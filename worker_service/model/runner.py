@@ -25,23 +25,17 @@ from worker_service.model.device_clock import DeviceClock, LaunchMarks, times_of
 from worker_service.model.gemm_dispatch import MOST_PADDING, GemmDispatch, Invariance
 from worker_service.model.last_tokens import LastTokens
 from worker_service.model.latent_attention import LatentPlans
+from worker_service.model.launch_arrays import PADDING_SLOT, LaunchArrays, by_name, prompt_lens, split_lengths
 from worker_service.model.launch_attention import LaunchAttention, Plans
 from worker_service.model.launch_buckets import PROMPT_SAMPLES, GraphLimits
-from worker_service.model.launch_graphs import (
-    PADDING_SLOT,
-    GraphOutput,
-    LaunchGraphs,
-    SampledInputs,
-    prompt_lens,
-    split_lengths,
-)
+from worker_service.model.launch_graphs import GraphOutput, LaunchGraphs, SampledInputs
 from worker_service.model.launch_inputs import LaunchInputs
 from worker_service.model.launch_states import LaunchStates
 from worker_service.model.penalty_counts import PenaltyCounts
 from worker_service.model.results import joined, unjoined
 from worker_service.model.sampling_arrays import most_logprobs, sampling_arrays
 from worker_service.model.sparse_attention import SparsePlans
-from worker_service.model.staging import Download, Downloaded, Upload, padded
+from worker_service.model.staging import Download, Downloaded, HostArray, Upload, padded
 from worker_service.model.state_inputs import state_arrays, state_inputs
 
 
@@ -195,45 +189,47 @@ class Runner:
 
     def _staged(self, batch: Batch) -> _Staged:
         num_decode = 0 if self._one_phase else batch.num_decode_seqs
-        rows = batch.num_tokens + self._gemm.num_padding(batch.num_tokens)
-        logits_rows = len(batch.logits_rows) + self._gemm.num_padding(len(batch.logits_rows))
-        slots = [padded(values, rows, PADDING_SLOT) if values else values for values in batch.slot_mapping]
-        states = state_arrays(batch)
-        tensors = iter(
-            self._upload.send(
-                [
-                    padded(batch.token_ids, rows, 0),
-                    padded(batch.positions, rows, 0),
-                    padded(batch.logits_rows, logits_rows, 0),
-                    *split_lengths(batch, num_decode),
-                    *slots,
-                    *batch.block_tables,
-                    *states,
-                    batch.from_previous,
-                    *sampling_arrays(batch.sampled),
-                ]
-            )
-        )
-        token_ids, positions, logits_index, decode_seqlens_k, cu_q, cu_k = (next(tensors) for _ in range(6))
+        arrays = self._arrays(batch, num_decode).in_order()
+        tensors = self._upload.send([*arrays, *batch.block_tables])
+        sent, tables = by_name(tensors[: len(arrays)], len(batch.slot_mapping)), tensors[len(arrays) :]
         inputs = LaunchInputs(
-            token_ids=token_ids,
-            positions=positions,
-            slot_mapping=[next(tensors) for _ in slots],
-            block_tables=[next(tensors).view(batch.num_seqs, width) for width in batch.table_widths],
-            decode_seqlens_k=decode_seqlens_k,
-            prefill_cu_q=cu_q,
-            prefill_cu_k=cu_k,
+            token_ids=sent.token_ids,
+            positions=sent.positions,
+            slot_mapping=sent.slot_mapping,
+            block_tables=[
+                table.view(batch.num_seqs, width) for table, width in zip(tables, batch.table_widths, strict=True)
+            ],
+            decode_seqlens_k=sent.decode_seqlens_k,
+            prefill_cu_q=sent.prefill_cu_q,
+            prefill_cu_k=sent.prefill_cu_k,
             num_decode=num_decode,
             max_seqlen_q=batch.max_seqlen_q,
             max_seqlen_k=batch.max_seqlen_k,
             prompt_lens=prompt_lens(batch, num_decode),
-            states=state_inputs(self._has_states, [next(tensors) for _ in states]),
+            states=state_inputs(self._has_states, sent.states),
         )
-        from_previous = next(tensors)
         if batch.from_previous:
-            self._last.fill_in(token_ids, from_previous)
-        sampled = SampledInputs(SamplingTensors(*tensors), logits_index[: len(batch.sampled)])
-        return _Staged(inputs, logits_index, sampled)
+            self._last.fill_in(sent.token_ids, sent.from_previous)
+        sampled = SampledInputs(SamplingTensors(*sent.sampling), sent.logits_rows[: len(batch.sampled)])
+        return _Staged(inputs, sent.logits_rows, sampled)
+
+    def _arrays(self, batch: Batch, num_decode: int) -> LaunchArrays[HostArray]:
+        rows = batch.num_tokens + self._gemm.num_padding(batch.num_tokens)
+        num_logits = len(batch.logits_rows) + self._gemm.num_padding(len(batch.logits_rows))
+        decode_seqlens_k, prefill_cu_q, prefill_cu_k = split_lengths(batch, num_decode)
+        return LaunchArrays(
+            from_previous=batch.from_previous,
+            token_ids=padded(batch.token_ids, rows, 0),
+            positions=padded(batch.positions, rows, 0),
+            decode_seqlens_k=decode_seqlens_k,
+            logits_rows=padded(batch.logits_rows, num_logits, 0),
+            prefill_cu_q=prefill_cu_q,
+            prefill_cu_k=prefill_cu_k,
+            sampling=sampling_arrays(batch.sampled),
+            # Groups of states have no slots.
+            slot_mapping=[padded(slots, rows, PADDING_SLOT) if slots else slots for slots in batch.slot_mapping],
+            states=state_arrays(batch),
+        )
 
 
 class _Staged(NamedTuple):

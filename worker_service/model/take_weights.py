@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
+from kernels.grouped_linear import MAX_EXPERTS
 from worker_service.model.attention_specs import AttentionSpec, LatentSpec
 from worker_service.model.layer_weights import (
     AttentionWeights,
@@ -29,10 +30,25 @@ class AttentionNames(NamedTuple):
     sinks: str = "sinks"
 
 
+class ExpertNames(NamedTuple):
+    """The names of an expert's matrices; `{expert}` in one stands for the expert's number."""
+
+    gate_and_up: tuple[str, ...]
+    down: str
+
+
+class ExpertMatrices(NamedTuple):
+    """gate_up and down of all experts; `fused_shared`: with the shared one behind those that are chosen from."""
+
+    gate_up: ExpertWeight
+    down: ExpertWeight
+    fused_shared: bool = False
+
+
 # Rows that a router gets for a gate beside its experts: more than one, as matrices are fastest in steps of 16 bytes.
 GATE_ROWS = 8
-# Of a projection of a shared expert that is computed with the others. Of DeepSeek V3 (14.7 million, fp8) that took 160
-# us for one token, where apart it takes 140: nine experts are two waves of an H200's programs, eight are one.
+# The most weights of each matrix of a shared expert that is computed with the others. With DeepSeek V3's (14.7 million,
+# fp8) one token took 160 us, where apart it takes 140: nine experts are two waves of an H200's programs, eight are one.
 MOST_FUSED_WEIGHTS = 4 << 20
 
 
@@ -181,7 +197,8 @@ def take_experts(
 ) -> ExpertWeight:
     """Returns [count, len(names) * rows, columns]: of each expert the named matrices, row under row.
 
-    `{expert}` in a name stands for the expert's number. Behind these comes the one of the names `shared`, if any.
+    `{expert}` in a name stands for the expert's number. With `shared`, names of the same matrices of the shared expert,
+    that one is the last, [count + 1, ...].
     """
     named = [[name.format(expert=expert) for name in names] for expert in range(count)]
     return source.take_experts([*named, list(shared)] if shared else named, rows, columns)
@@ -190,28 +207,24 @@ def take_experts(
 def take_expert_matrices(
     source: TensorSource,
     spec: MoeSpec,
-    gate_and_up: tuple[str, ...],
-    down: str,
-    shared: tuple[tuple[str, ...], str],
+    names: ExpertNames,
+    shared: ExpertNames,
     hidden: int,
-) -> tuple[ExpertWeight, ExpertWeight, bool]:
-    """Returns gate_up and down of all experts, and whether the shared one is the last of them: where it is small, has
-    the others' shape and is stored like them.
-
-    `shared` has the shared expert's names, as `gate_and_up` and `down` have the others'.
-    """
+) -> ExpertMatrices:
+    """Takes the shared expert with the others where it is small, has their shape and is stored like them."""
     count, inner, given = spec.num_experts, spec.intermediate_size, spec.latent_size or hidden
-    first = [name.format(expert=0) for name in (*gate_and_up, down)]
+    gate_and_up = [name.format(expert=0) for name in names.gate_and_up]
     fuses = (
         spec.fits_shared
+        and count < MAX_EXPERTS
         and hidden * inner <= MOST_FUSED_WEIGHTS
-        and source.stored_alike([*first[:-1], *shared[0]], inner, given)
-        and source.stored_alike([first[-1], shared[1]], given, inner)
+        and source.stored_alike([*gate_and_up, *shared.gate_and_up], inner, given)
+        and source.stored_alike([names.down.format(expert=0), shared.down], given, inner)
     )
-    fused = shared if fuses else ((), "")
-    return (
-        take_experts(source, gate_and_up, count, inner, given, fused[0]),
-        take_experts(source, (down,), count, given, inner, (fused[1],) if fuses else ()),
+    fused_gate_and_up, fused_down = (shared.gate_and_up, (shared.down,)) if fuses else ((), ())
+    return ExpertMatrices(
+        take_experts(source, names.gate_and_up, count, inner, given, fused_gate_and_up),
+        take_experts(source, (names.down,), count, given, inner, fused_down),
         fuses,
     )
 
@@ -234,33 +247,26 @@ def take_moe(
         gate = source.take(f"{prefix}.{shared.removesuffix('s')}_gate.weight", 1, hidden, wide=spec.wide_router)
         router = stacked([router, gate, gate.new_zeros(GATE_ROWS - 1, hidden)])
     bias = source.take(f"{prefix}.gate.e_score_correction_bias", count, wide=True) if spec.selection_bias else None
-    gate_up, down, fuses = _take_experts(source, prefix, shared, spec, hidden)
-    return MoeWeights(
-        Linear(router, None),
-        gate_up,
-        down,
-        selection_bias=bias,
-        shared=(
-            None if fuses or spec.shared is None else take_dense(source, f"{prefix}.{shared}", spec.shared, hidden)
-        ),
-        fused_shared=fuses,
-    )
+    gate_up, down, fused_shared = _take_experts(source, prefix, shared, spec, hidden)
+    apart = None
+    if spec.shared is not None and not fused_shared:
+        apart = take_dense(source, f"{prefix}.{shared}", spec.shared, hidden)
+    return MoeWeights(Linear(router, None), gate_up, down, selection_bias=bias, shared=apart, fused_shared=fused_shared)
 
 
-def _take_experts(
-    source: TensorSource, prefix: str, shared: str, spec: MoeSpec, hidden: int
-) -> tuple[ExpertWeight, ExpertWeight, bool]:
+def _take_experts(source: TensorSource, prefix: str, shared: str, spec: MoeSpec, hidden: int) -> ExpertMatrices:
     """Returns what `take_expert_matrices` does, by the names of most families."""
     parts, count, inner = gate_and_up(spec.activation), spec.num_experts, spec.intermediate_size
     joined, given = f"{prefix}.experts.gate_up_proj", spec.latent_size or hidden
     if source.holds(joined):
         gate_up = source.take(joined, count, len(parts) * inner, given)
-        return gate_up, source.take(f"{prefix}.experts.down_proj", count, given, inner), False
-    (names, down), (own, own_down) = (
-        (tuple(f"{prefix}.{name}.{part}.weight" for part in parts), f"{prefix}.{name}.down_proj.weight")
-        for name in ("experts.{expert}", shared)
-    )
-    return take_expert_matrices(source, spec, names, down, (own, own_down), hidden)
+        return ExpertMatrices(gate_up, source.take(f"{prefix}.experts.down_proj", count, given, inner))
+
+    def names_of(expert: str) -> ExpertNames:
+        gate_and_up = tuple(f"{prefix}.{expert}.{part}.weight" for part in parts)
+        return ExpertNames(gate_and_up, f"{prefix}.{expert}.down_proj.weight")
+
+    return take_expert_matrices(source, spec, names_of("experts.{expert}"), names_of(shared), hidden)
 
 
 def gate_and_up(activation: Activation) -> tuple[str, ...]:

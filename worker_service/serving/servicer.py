@@ -18,7 +18,7 @@ from rpc.request_id import current_request_id
 from session.wire.parts import encode_namespace
 from worker_service.core.errors import Draining, InvalidField, QueueFull, RequestFailed, Unservable, WorkerStopped
 from worker_service.engine import DrainResult, Engine, EngineRequest
-from worker_service.generation import Detokenizer, Piece
+from worker_service.output_stream import Detokenizer, Piece
 from worker_service.serving import codec
 from worker_service.serving.text_encoder import TextEncoder
 
@@ -59,7 +59,7 @@ class ModelWorkerServicer(worker_pb2_grpc.ModelWorkerServicer):
         self, request: worker_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[worker_pb2.GenerateResponse]:
         # What costs nothing is checked first: a text is tokenized only for a request that is taken otherwise.
-        self._engine.require_room()
+        self._engine.require_capacity()
         call = codec.decode_generate(request, self._facts)
         request_id = call.request_id or current_request_id()
         prompt = call.prompt
@@ -67,19 +67,19 @@ class ModelWorkerServicer(worker_pb2_grpc.ModelWorkerServicer):
             prompt = await self._texts.prompt(prompt, special_tokens=not request.no_special_tokens)
         bypass_cache = request.bypass_cache or not self._prefix_caching
         engine_request = EngineRequest(call.namespace, prompt, call.sampling, call.priority, bypass_cache)
-        generation = self._engine.submit(engine_request, self._tokenizer.detokenizer())
+        stream = self._engine.submit(engine_request, self._tokenizer.detokenizer())
         try:
             while True:
-                piece = await generation.next_piece()
+                piece = await stream.next_piece()
                 yield _encode(piece)
                 if piece.usage is not None:
                     counts, times = piece.usage._asdict(), piece.timing._asdict() if piece.timing else {}
                     _log.info("generated", extra={"request_id": request_id, "usage": counts, **times})
                     return
         finally:
-            if not generation.is_finished:
+            if not stream.is_finished:
                 _log.info("given up", extra={"request_id": request_id})
-            self._engine.abort(generation)
+            self._engine.abort(stream)
 
     async def Tokenize(  # noqa: N802
         self, request: worker_pb2.TokenizeRequest, context: Context

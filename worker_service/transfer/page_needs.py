@@ -19,7 +19,8 @@ class _End(NamedTuple):
 class PageNeeds:
     """A long prompt's pages move in several transfers, one ticket after the other: such are taken for one prompt's.
 
-    Where they were not, what a store drops first is another page than the best one, and no more.
+    Where they were not, as where the transfers of two prompts alternate, a store drops another page than the best one
+    first, and no more.
     """
 
     def __init__(self) -> None:
@@ -28,15 +29,15 @@ class PageNeeds:
     def of(self, transfer: Transfer) -> list[tuple[bytes, bytes]]:
         """Returns pairs of keys: the first one's value is no use without the second one's.
 
-        Values of all groups need that of the page before in a group of which each page moves, as one that keeps whole
-        prompts does.
+        Values of all groups need that of the page before, in a group of which each page moves: one that keeps whole
+        prompts.
         """
         items = moved_pages(transfer, 0, transfer.num_pages)
-        trunk = next((one.group for one in transfer.groups if _moves_all(items, one.group, transfer)), None)
+        whole = next((one.group for one in transfer.groups if _moves_all(items, one.group, transfer)), None)
         last, self._last = self._last, None
-        if trunk is None:
+        if whole is None:
             return []
-        keys = [item.key for item in items if item.group == trunk]
+        keys = [item.key for item in items if item.group == whole]
         goes_on = last is not None and (last.ticket + 1, last.page) == (transfer.ticket, transfer.first_page)
         before = [last.key if last is not None and goes_on else None, *keys]
         self._last = _End(transfer.ticket, transfer.first_page + transfer.num_pages, keys[-1])

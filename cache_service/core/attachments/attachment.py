@@ -136,13 +136,26 @@ class Attachment:
         self.writing_pages += len(writing.rows)
         return self.last_ticket
 
-    def end_ticket(self, number: int, done: dict[int, int], *, may_be_written: bool = True) -> int:
-        """The first `done[group]` pages of each group become rows; keys of the others are dropped, where a rank may
-        have written some. Returns how many pages have become findable."""
+    def _take_ticket(self, number: int) -> Writing:
         writing = self.tickets.pop(number)
         self.writing_pages -= len(writing.rows)
+        self.view.index.quota.reserved_bytes -= writing.num_bytes
+        return writing
+
+    def withdraw_ticket(self, number: int) -> None:
+        """Ends a ticket that nobody was told of: its pages are given up, and may be reserved again at once.
+
+        Nobody has written them, so no key is deleted for them; a delete could come after what the next one writes.
+        """
+        for page_hash, groups in self._take_ticket(number).rows:
+            self.view.index.end_unwritten(self.view.fingerprint, page_hash, groups)
+            self.not_taken(page_hash, groups, has_room=True)
+
+    def end_ticket(self, number: int, done: dict[int, int]) -> int:
+        """The first `done[group]` pages of each group become rows; keys of the others are dropped, since a rank may
+        have written some. Returns how many pages have become findable."""
+        writing = self._take_ticket(number)
         index, fingerprint = self.view.index, self.view.fingerprint
-        index.quota.reserved_bytes -= writing.num_bytes
         left = dict(done)
         added: list[tuple[bytes, int]] = []
         for page_hash, groups in writing.rows:
@@ -155,8 +168,7 @@ class Attachment:
             if written:
                 added.append((page_hash, written))
             if groups != written:
-                if may_be_written:
-                    index.delete(fingerprint, page_hash, groups & ~written)
+                index.delete(fingerprint, page_hash, groups & ~written)
                 self.not_taken(page_hash, groups & ~written, has_room=not writing.full & groups & ~written)
         for page_hash, groups in reversed(added):
             index.add(fingerprint, page_hash, groups, writing.namespace)

@@ -135,12 +135,9 @@ class Attachments:
         return writing.reserve(attachment, reserve, self.limits, now_ms)
 
     def withdraw(self, attachment: Attachment, ticket: int) -> None:
-        """Ends a ticket that nobody was told of: its pages are given up, and may be reserved again at once.
-
-        Nobody has written them, so no key is deleted; a delete could come after what the next one writes.
-        """
+        """Ends a ticket that nobody was told of, unless it has ended."""
         if ticket in attachment.tickets:
-            attachment.end_ticket(ticket, {}, may_be_written=False)
+            attachment.withdraw_ticket(ticket)
 
     def commit(self, attachment: Attachment, commit: Commit, now_ms: int) -> Committed:
         """Makes pages findable that every rank has written. Raises InvalidInput, UnknownTicket; then nothing

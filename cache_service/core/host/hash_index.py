@@ -62,6 +62,7 @@ class HashIndex:
         self.readers = Readers(breaker)
         self.rows: OrderedDict[bytes, HostRow] = OrderedDict()
         self.pending: dict[bytes, int] = {}  # being spilled: groups on their way
+        self._passed_over: dict[bytes, int] = {}  # of those: groups whose delete was left to what is being spilled
         self.group_ranks: dict[bytes, tuple[int, ...]] = {}  # by fingerprint: values of one page of each group
         self.group_bytes: dict[bytes, tuple[int, ...]] = {}  # by fingerprint: bytes of one page of each group
         self.unscanned: set[bytes] = set()  # fingerprints whose rows a scan is yet to find
@@ -100,12 +101,15 @@ class HashIndex:
 
     def end(self, fingerprint: bytes, page_hash: bytes, groups: int) -> None:
         """Notes that their spill has ended, well or not."""
-        key = fingerprint + page_hash
-        left = self.pending.get(key, 0) & ~groups
-        if left:
-            self.pending[key] = left
-        else:
-            self.pending.pop(key, None)
+        for noted in (self.pending, self._passed_over):
+            _remove(noted, fingerprint + page_hash, groups)
+
+    def end_unwritten(self, fingerprint: bytes, page_hash: bytes, groups: int) -> None:
+        """Notes that their spill has ended before anything was written. Deletes that were left to it go out now."""
+        deletes = self._passed_over.get(fingerprint + page_hash, 0) & groups
+        self.end(fingerprint, page_hash, groups)
+        if deletes:
+            self.delete(fingerprint, page_hash, deletes)
 
     def hide(self, digest: bytes | None) -> int:
         """Hides every row of now from a namespace (None: from all). Returns the highest stamp that is hidden."""
@@ -254,6 +258,7 @@ class HashIndex:
         """The store lost everything: forget the rows; there is nothing to delete."""
         self.rows.clear()
         self.queues.clear()
+        self._passed_over.clear()
         self._seen_ranks.clear()
         self.cleared.clear()
         self.quota.clear()
@@ -272,21 +277,32 @@ class HashIndex:
 
     def take_deletes(self, count: int) -> list[bytes]:
         """Returns keys to unlink, of at most `count` rows; those dropped first come first."""
-        # A row that came back meanwhile has been written anew.
-        taken = ((key, groups & ~self._groups_now(key)) for key, groups in self.queues.take_deletes(count))
-        return [name for key, groups in taken for name in self._names(key, groups)]
+        names: list[bytes] = []
+        for key, groups in self.queues.take_deletes(count):
+            # A row that came back meanwhile has been written anew, or is about to be.
+            row = self.rows.get(key)
+            groups &= ~(row.groups if row is not None else 0)
+            coming = groups & self.pending.get(key, 0)
+            if coming:
+                self._passed_over[key] = self._passed_over.get(key, 0) | coming
+            names += self._names(key, groups & ~coming)
+        return names
 
     def take_touches(self, count: int) -> list[bytes]:
         """Returns keys whose time to live is to be refreshed, of at most `count` rows."""
         return [name for key in self.queues.take_touches(count) for name in self._names(key, self.rows[key].groups)]
 
-    def _groups_now(self, key: bytes) -> int:
-        row = self.rows.get(key)
-        return (row.groups if row is not None else 0) | self.pending.get(key, 0)
-
     def _names(self, key: bytes, groups: int) -> list[bytes]:
         fingerprint = key[:-HASH_BYTES]
         return self.queues.names(key, groups, self.group_ranks.get(fingerprint, ()))
+
+
+def _remove(noted: dict[bytes, int], key: bytes, groups: int) -> None:
+    left = noted.get(key, 0) & ~groups
+    if left:
+        noted[key] = left
+    else:
+        noted.pop(key, None)
 
 
 @dataclass(frozen=True, slots=True)

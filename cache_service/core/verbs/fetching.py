@@ -144,8 +144,8 @@ def _report(worker_id: WorkerId, fetch: Fetch, ack: Ack, now_ms: int) -> None:
         index.counters.missing += not is_corrupt
         why = MissReason.DAMAGED if is_corrupt else MissReason.LOST
         # A worker's own memory drops the ends of prompts first, and tells nobody: what is behind has gone as well.
-        is_one = is_corrupt or index.shared
-        for page_hash in fetch.hashes(ack.num_done + 1 if is_one else fetch.transfer.num_pages)[ack.num_done :]:
+        end = ack.num_done + 1 if is_corrupt or index.shared else fetch.transfer.num_pages
+        for page_hash in fetch.hashes(end)[ack.num_done :]:
             index.forget(fingerprint, page_hash, why)
 
 

@@ -19,7 +19,14 @@ from worker_service.model.fields import Fields, first_of, flag, layer_types, num
 from worker_service.model.layer_weights import DenseWeights, KimiDeltaWeights, LayerWeights, Linear, MoeWeights
 from worker_service.model.recurrent_specs import KimiDeltaSpec
 from worker_service.model.spec import Activation, DenseSpec, LayerSpec, ModelSpec, MoeSpec, NormSpec
-from worker_service.model.take_weights import stacked, take_dense, take_expert_matrices, take_latents, take_linear
+from worker_service.model.take_weights import (
+    ExpertNames,
+    stacked,
+    take_dense,
+    take_expert_matrices,
+    take_latents,
+    take_linear,
+)
 from worker_service.model.tensors import TensorSource
 
 KIMI_LINEAR = "KimiLinearForCausalLM"
@@ -214,17 +221,20 @@ def _take_mlp(
     assert spec is not None and spec.shared is not None
     count, name, shared = spec.num_experts, f"{experts}.experts.{{expert}}", f"{experts}.shared_experts"
     router = Linear(source.take(f"{experts}.gate.weight", count, hidden, wide=True), None)
-    own = (f"{shared}.gate_proj.weight", f"{shared}.up_proj.weight"), f"{shared}.down_proj.weight"
-    gate_up, down, fuses = take_expert_matrices(
-        source, spec, (f"{name}.w1.weight", f"{name}.w3.weight"), f"{name}.w2.weight", own, hidden
+    gate_up, down, fused_shared = take_expert_matrices(
+        source,
+        spec,
+        ExpertNames((f"{name}.w1.weight", f"{name}.w3.weight"), f"{name}.w2.weight"),
+        ExpertNames((f"{shared}.gate_proj.weight", f"{shared}.up_proj.weight"), f"{shared}.down_proj.weight"),
+        hidden,
     )
     return MoeWeights(
         router=router,
         gate_up=gate_up,
         down=down,
         selection_bias=source.take(f"{experts}.gate.e_score_correction_bias", count, wide=True),
-        shared=None if fuses else take_dense(source, shared, spec.shared, hidden),
-        fused_shared=fuses,
+        shared=None if fused_shared else take_dense(source, shared, spec.shared, hidden),
+        fused_shared=fused_shared,
     )
 
 

@@ -1,4 +1,4 @@
-"""Schedulers driven over a pool with room for everything: one configuration, and prompts that share nothing."""
+"""Schedulers driven over a pool with pages for everything: one configuration, and prompts that share nothing."""
 
 from __future__ import annotations
 
