@@ -143,8 +143,8 @@ def _packed_experts(
 
 
 def fuses_shared(device: torch.device, dtype: torch.dtype, backend: Backend) -> bool:
-    """Returns whether a fused shared expert is computed with the others: of bf16 on Hopper their product was seen to give
-    the bits of `linear`. Elsewhere it has products of its own."""
+    """Returns whether a fused shared expert is computed with the others: of bf16 on Hopper their product was seen to
+    give the bits of `linear`. Elsewhere it has products of its own."""
     return is_hopper(device) and dtype is torch.bfloat16 and backend is Backend.AUTO
 
 
