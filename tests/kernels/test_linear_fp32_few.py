@@ -11,6 +11,7 @@ from kernels.graph_capture import graph_capture
 from kernels.linear import Route, linear
 from kernels.linear.fp32 import hopper
 from kernels.rms_norm import rms_norm
+from tests.examples import thorough
 from tests.kernels.compare import assert_same_bits
 from tests.kernels.conftest import INTERPRETING
 from tests.kernels.test_linear import GPU, assert_near, exact, made
@@ -42,7 +43,7 @@ class TestCompiled:
         pytest.importorskip("triton")
         monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
 
-    @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+    @pytest.mark.parametrize("dtype", ["bf16", thorough("fp32")])
     @pytest.mark.parametrize("tile", hopper.TILES, ids=lambda tile: tile.rows)
     def test_weights_come_before_the_wait_and_sums_are_chains(self, tile: hopper.Tile, dtype: str) -> None:
         from kernels.linear.fp32.hopper.kernel import multiply_few_slices
