@@ -79,6 +79,7 @@ class RedisHostKeys:
         self._config = config or HostKeysConfig()
         self._clock = clock
         self._scanned: set[Scan] = set()
+        self._finished: set[Scan] = set()
         self._refused = RefusedScans(int(self._config.refused_pause_s * 1000))
         self._foreign: set[str] = set()
         self._marks = ClearMarks(client, self._config.ttl_ms)
@@ -125,7 +126,11 @@ class RedisHostKeys:
         await self._marks.begin(fingerprint for _, fingerprint in self._manager.tiers.named())
 
     def clear_ends(self, *, keep_marks: bool) -> None:
-        self._marks.end(keep=keep_marks)
+        """Ends a Clear call. Its marks stay, too, where rows of before are yet to be found: this process hides what a
+        scan finds later, the next one would not."""
+        mine = (Scan(*named) for named in self._manager.tiers.named())
+        knows_all = all(scan in self._finished for scan in mine if scan.host_tier_id not in self._foreign)
+        self._marks.end(keep=keep_marks or not knows_all)
 
     @property
     def has_room(self) -> bool:
@@ -177,6 +182,7 @@ class RedisHostKeys:
         log.warning("the host tier was flushed or replaced; its index is dropped", extra={"host_tier": host_tier_id})
         self._manager.host_lost(host_tier_id)
         self._scanned = {scan for scan in self._scanned if scan.host_tier_id != host_tier_id}
+        self._finished &= self._scanned
         self._refused.lost(host_tier_id)
 
     def _warn_of_foreign(self, tiers: set[str]) -> None:
@@ -232,6 +238,7 @@ class RedisHostKeys:
                 self._scan_reason = ""
             if not await self._add_rows(scan, found):
                 return
+            self._finished.add(scan)
         except FAILURES as error:
             self._warn_of_scan(error)
             if _may_pass(error):

@@ -187,6 +187,7 @@ async def test_a_clear_that_was_cut_short_is_finished_by_the_next_service(
     before = RedisHostKeys(open_client(server.url, 0.3), rows, CONFIG)
     await before.clear_begins()
     before.start()
+    await until(lambda: rows.scanned)
     before.clear_ends(keep_marks=False)
     if finished:
         await until(lambda: not redis.keys(b"stemcache:1:clearing:*"))

@@ -95,6 +95,27 @@ async def test_a_scan_that_was_refused_finds_the_rows_once_it_is_allowed(
     assert rows.health == []
 
 
+async def test_a_clear_call_while_a_scan_is_refused_outlives_a_restart(
+    server: RedisProcess, redis: Redis, rows: Rows
+) -> None:
+    """The rows of before are not known to it, so its marks stay, and the next service that may scan deletes them."""
+    redis.set(key(1), "v")
+    keys = RedisHostKeys(open_client(as_service(server, redis, "-scan"), 0.3), rows, CONFIG)
+    keys.start()
+    await until(lambda: rows.scanned == {TIER})
+    await keys.clear_begins()
+    keys.clear_ends(keep_marks=False)
+    await some_looks()
+    await keys.close()
+    then = Rows(TIER)
+    after = RedisHostKeys(open_client(as_service(server, redis), 0.3), then, CONFIG)
+    after.start()
+    await until(lambda: then.scanned == {TIER})
+    await after.close()
+    assert not redis.exists(key(1)) and not then.adopted
+    assert not redis.keys(b"stemcache:1:clearing:*")
+
+
 def test_pauses_between_refused_scans_double_up_to_a_minute() -> None:
     refused, one, two = RefusedScans(1_000), Scan("tier-1", b"1"), Scan("tier-1", b"2")
     now_ms, pauses = 0, []
