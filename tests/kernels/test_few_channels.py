@@ -1,4 +1,5 @@
-"""solve_few_channels on a Hopper GPU: the bits of solve_channels, whoever computes them; and which launches take it."""
+"""solve_few_channels on a Hopper GPU has the bits of solve_channels, with one and two programs for a block; and which
+launches take it."""
 
 from __future__ import annotations
 
@@ -154,7 +155,7 @@ class TestFew:
     [
         *((16, rows, 32, True) for rows in (1, 8, 64)),
         *((32, 64, 32, True), (64, 1, 32, True), (128, 8, 32, True), (256, 1, 32, True)),
-        # So many programs would only end, or so few blocks cannot be.
+        # Too many programs for blocks that may not exist, or more tokens than few blocks can hold.
         *((64, 64, 32, False), (320, 1, 32, False), (2048, 1, 32, False), (2048, 1, 1, True)),
     ],
 )

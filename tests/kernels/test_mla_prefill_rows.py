@@ -62,7 +62,8 @@ def first_queries(case: LatentCase, counts: list[int]) -> Batch:
 
 
 def keys_of(batch: Batch, keys: Keys, first: int = 0, most: int = 1 << 30) -> tuple[Keys, torch.Tensor]:
-    """Returns (keys from a sequence's key `first` on, at most so many, then NaN; their running sums)."""
+    """Returns the keys of each sequence from `first` on, at most `most`, with a block of NaN behind them; and the
+    running sums of how many each sequence has."""
     counts = [min(max(total - first, 0), most) for total in batch.totals]
     rows = spans([start + first for start in batch.starts], counts)
     k_nope, k_rope, v = (torch.cat([part[rows], torch.full_like(part[:BLOCK], float("nan"))]) for part in keys)

@@ -92,10 +92,10 @@ class HostTier(Protocol):
         ...
 
     def note_needs(self, needs: Iterable[tuple[bytes, bytes]]) -> None:
-        """Notes pairs of keys: the first one's value is no use without the second one's.
+        """Notes pairs of keys (dependent, parent): the dependent's value cannot be used without the parent's.
 
-        For a PRIVATE store, which drops values by itself: the first one goes before the second. Raises nothing, and is
-        called in the event loop: no copy is made meanwhile.
+        For a PRIVATE store, which evicts values by itself: it evicts the dependent before its parent. Raises nothing,
+        and is called in the event loop: no copy is made meanwhile.
         """
         ...
 

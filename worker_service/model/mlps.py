@@ -27,9 +27,9 @@ SWIGLU_LIMIT = 7.0
 SWIGLU_ALPHA = 1.702
 # Of DeepSeek V4's.
 SILU_LIMIT = 10.0
-# Up to so many tokens the shared expert is one more of the others' product: three launches less a layer. Experts of an
-# H200's layer, us, apart and fused: of Kimi Linear 1 token 59 and 53, 16 361 and 359, 64 753 and 750, 256 918 and 931;
-# of Qwen3-Next in fp8 51 and 45, 154 and 148, 325 and 319, 446 and 475.
+# The most tokens of a launch whose shared expert is computed in the grouped product of the routed experts, which saves
+# three launches a layer. A layer's experts on an H200, us, apart and fused: Kimi Linear 1 token 59 and 53, 16 361 and
+# 359, 64 753 and 750, 256 918 and 931; Qwen3-Next in fp8 51 and 45, 154 and 148, 325 and 319, 446 and 475.
 MOST_FUSED_TOKENS = 64
 
 
@@ -101,7 +101,7 @@ class MoeMlp:
         return [self._router, *self._latents, *(self._shared.linears() if self._shared else [])]
 
     def fuses(self, num_tokens: int) -> bool:
-        """Returns whether the shared expert of so many tokens is computed with the others."""
+        """Returns whether a launch of `num_tokens` has the shared expert in the routed experts' grouped product."""
         return self._with_shared is not None and num_tokens <= MOST_FUSED_TOKENS
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Which value of a transfer is no use without which other: a page without the one before it."""
+"""Which values of a transfer depend on which others: a page can be used only with the page before it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PageNeeds:
         self._last: _End | None = None
 
     def of(self, transfer: Transfer) -> list[tuple[bytes, bytes]]:
-        """Returns pairs of keys: the first one's value is no use without the second one's.
+        """Returns pairs of keys (dependent, parent): the dependent's value cannot be used without the parent's.
 
         Values of all groups need that of the page before, in a group of which each page moves: one that keeps whole
         prompts.

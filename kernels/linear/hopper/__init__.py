@@ -74,7 +74,7 @@ def tiles_for(num_rows: int, num_outputs: int, depth: int, multiprocessors: int)
 
 
 def tiles_of(block_n: int, num_rows: int, num_outputs: int) -> Tiles:
-    """Returns tiles of so many outputs, with the ring that is theirs."""
+    """Returns tiles of `block_n` outputs, and the stages, columns and registers that go with them."""
     columns = columns_for(num_rows)
     is_narrow = block_n < BLOCK_N
     block_k = NARROW_BLOCK_K if is_narrow and columns < MOST_ROWS else BLOCK_K
